@@ -1,0 +1,33 @@
+"""Every error a user can meet, by what they should do next.
+
+A message names the two things that conflict, their values and the nearest legal choice. Errors that depend on what
+other ranks did are raised on every rank.
+"""
+
+from __future__ import annotations
+
+__all__ = ["ConfigError", "EngineError", "OneCopyError", "PlanError", "RankMismatchError", "ShardedReadError"]
+
+
+class OneCopyError(Exception):
+    """Base of every error raised on purpose by onecopy."""
+
+
+class ConfigError(OneCopyError, ValueError):
+    """A configuration file or dict says something that cannot be: fix the named key."""
+
+
+class PlanError(OneCopyError, ValueError):
+    """A plan that cannot be carried out for this model on these ranks: change the named setting."""
+
+
+class EngineError(OneCopyError, RuntimeError):
+    """The engine was used in an order or a way that has no right result: change the calling code."""
+
+
+class RankMismatchError(EngineError):
+    """Ranks disagree about the model, the plan or the call they are in: make them the same."""
+
+
+class ShardedReadError(EngineError):
+    """A sharded parameter was read outside a gather: wrap the read in ``onecopy.gathered(...)``."""

@@ -1,0 +1,163 @@
+"""The plan: WHAT is kept where. Pure data; the schedule says when things move and the engine how.
+
+A plan is an ordered list of rules; the first whose pattern matches a parameter's name gives that parameter its
+:class:`Row`, the layouts of its four training states. Everything else here is a policy beside the rows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
+from typing import Any
+
+from onecopy.plan.layout import Layout, Mesh, Tier
+
+__all__ = ["Batch", "Clip", "LossScale", "Plan", "Precision", "Recipe", "Row", "Rule", "State", "StepPolicy", "Units", "Wire"]
+
+
+@dataclass(frozen=True)
+class State:
+    """A state's layout at rest (between steps) and held (inside a step, between two uses)."""
+
+    rest: Layout
+    held: Layout
+
+
+@dataclass(frozen=True)
+class Wire:
+    """Format in which a gather or a reduce sends its elements; None is the parameter's own dtype."""
+
+    gather: str | None = None
+    reduce: str | None = None
+
+
+@dataclass(frozen=True)
+class Row:
+    """Layouts of one parameter's states. ``optimizer`` holds the master weights and the moments."""
+
+    parameter: State
+    gradient: State
+    optimizer: Layout
+    wire: Wire = Wire()
+
+
+@dataclass(frozen=True)
+class Rule:
+    """``pattern`` (shell style, on the parameter's name) -> ``row``."""
+
+    pattern: str
+    row: Row
+
+
+@dataclass(frozen=True)
+class LossScale:
+    """Loss scaling for float16. ``dynamic=False`` keeps ``initial`` for ever.
+
+    After ``window`` steps without overflow the scale doubles; an overflow first uses up ``hysteresis`` (the number of
+    overflows that halve it; 1 halves at once) and never goes below ``minimum``, where a further overflow is an error.
+    """
+
+    initial: float = 65536.0
+    dynamic: bool = True
+    window: int = 1000
+    hysteresis: int = 1
+    minimum: float = 1.0
+    refill_hysteresis: bool = False
+
+
+@dataclass(frozen=True)
+class Precision:
+    """``dtype``: compute dtype the floating-point parameters, buffers and inputs are cast to (None: left as they are).
+
+    Trainable parameters held in bfloat16 or float16 get ``master`` weights, and gradients that accumulate do so in
+    ``accumulate``.
+    """
+
+    dtype: str | None = None
+    master: str | None = "float32"
+    accumulate: str | None = "float32"
+    loss_scale: LossScale | None = None
+    cast_inputs: bool = True
+
+
+@dataclass(frozen=True)
+class Batch:
+    """``accumulation`` micro-batches make one optimizer step.
+
+    ``divide=True``: the engine divides gradients by the accumulation count, so the step follows the mean over the
+    global batch when each micro-batch loss is a mean. ``divide=False``: the caller's loss is already divided.
+    """
+
+    accumulation: int = 1
+    divide: bool = True
+    micro: int | None = None
+
+
+@dataclass(frozen=True)
+class Clip:
+    """Scale gradients down to global norm ``max_norm`` (None: the norm is measured, nothing is scaled)."""
+
+    max_norm: float | None = None
+    norm_type: float = 2.0
+
+
+@dataclass(frozen=True)
+class StepPolicy:
+    """Where the optimizer runs. The unit's shard is the tile in which it proceeds."""
+
+    on: Tier = "device"
+
+
+@dataclass(frozen=True)
+class Units:
+    """How parameters are grouped into units.
+
+    ``blocks``: class names of modules that each make a unit (None: found, see :mod:`onecopy.engine.unit`). Neighbours
+    smaller than ``min_numel`` elements are merged. ``prefetch``: units gathered ahead of the one in use.
+    """
+
+    blocks: tuple[str, ...] | None = None
+    min_numel: int = 1_000_000
+    prefetch: int = 1
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """An optimizer or scheduler by name and keyword arguments, as configuration files give it."""
+
+    type: str
+    params: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Rules plus policies. ``group``: ranks that share one sharded copy (None: all of them)."""
+
+    rules: tuple[Rule, ...]
+    group: int | None = None
+    precision: Precision = Precision()
+    batch: Batch = Batch()
+    clip: Clip = Clip()
+    step: StepPolicy = StepPolicy()
+    units: Units = Units()
+    optimizer: Recipe | None = None
+    scheduler: Recipe | None = None
+    notes: tuple[str, ...] = ()
+
+    def row(self, name: str) -> Row:
+        """The row of the parameter called ``name``. Raises ``KeyError`` when no rule matches."""
+        for rule in self.rules:
+            if fnmatchcase(name, rule.pattern):
+                return rule.row
+        raise KeyError(name)
+
+    def mesh(self, world: int) -> Mesh:
+        """``world`` ranks as groups of ``group``. ``check`` refuses sizes that do not divide."""
+        within = world if self.group is None else self.group
+        return Mesh(within=within, across=max(world // within, 1))
+
+    def with_(self, **changes: Any) -> Plan:
+        """A copy with some fields replaced."""
+        return replace(self, **changes)
+
+

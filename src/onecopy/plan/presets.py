@@ -1,0 +1,70 @@
+"""What people call the stages, as functions that return a :class:`~onecopy.plan.plan.Plan`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from onecopy.errors import PlanError
+from onecopy.plan.layout import WITHIN, Layout
+from onecopy.plan.plan import Batch, Clip, LossScale, Plan, Precision, Row, Rule, State, Units
+
+__all__ = ["hsdp", "mics", "stage"]
+
+_FULL, _CUT = Layout(), Layout(shards=WITHIN)
+_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+
+
+def _row(parameter: Layout, held: Layout, gradient: Layout, optimizer: Layout) -> Row:
+    return Row(State(parameter, held), State(gradient, gradient), optimizer)
+
+
+_ROWS = {
+    0: _row(_FULL, _FULL, _FULL, _FULL),
+    1: _row(_FULL, _FULL, _FULL, _CUT),
+    2: _row(_FULL, _FULL, _CUT, _CUT),
+    3: _row(_CUT, _CUT, _CUT, _CUT),
+}
+
+
+def stage(
+    number: int,
+    *,
+    reshard_after_forward: bool = True,
+    dtype: str | None = None,
+    accumulation: int = 1,
+    clip: float | None = None,
+    norm_type: float = 2.0,
+    **policies: Any,
+) -> Plan:
+    """ZeRO stage ``number`` (Rajbhandari et al. 2020, section 5): 0 replicates everything, 1 shards the optimizer
+    states, 2 the gradients too, 3 the parameters too.
+
+    ``reshard_after_forward=False`` keeps stage 3's gathered parameters from forward to backward. ``dtype``: "bf16",
+    "fp16" (with dynamic loss scaling), "fp32", a torch dtype name, or None to keep the model's own. ``policies`` are
+    other :class:`Plan` fields. Raises :class:`PlanError` for a number that is not 0, 1, 2 or 3.
+    """
+    if isinstance(number, bool) or number not in _ROWS:
+        raise PlanError(f"stage {number!r} does not exist; choose 0, 1, 2 or 3")
+    row = _ROWS[number] if reshard_after_forward else _row(_ROWS[number].parameter.rest, _FULL, *_tail(_ROWS[number]))
+    name = _DTYPES.get(dtype, dtype) if dtype else None
+    scale = LossScale() if name == "float16" else None
+    policies.setdefault("precision", Precision(dtype=name, loss_scale=scale))
+    policies.setdefault("batch", Batch(accumulation=accumulation))
+    policies.setdefault("clip", Clip(clip, norm_type))
+    policies.setdefault("units", Units())
+    return Plan(rules=(Rule("*", row),), **policies)
+
+
+def _tail(row: Row) -> tuple[Layout, Layout]:
+    return row.gradient.rest, row.optimizer
+
+
+def hsdp(*, shard: int, number: int = 3, **options: Any) -> Plan:
+    """Hybrid sharding: every state of ``stage(number)`` is cut inside groups of ``shard`` consecutive ranks and
+    gradients are summed over the groups."""
+    return stage(number, **options).with_(group=shard)
+
+
+def mics(*, shard: int, **options: Any) -> Plan:
+    """MiCS (Zhang et al. 2022): :func:`hsdp` at stage 3 under its other name."""
+    return hsdp(shard=shard, **options)
