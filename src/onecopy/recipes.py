@@ -31,7 +31,8 @@ def build_optimizer(recipe: Recipe, params: Iterable[Any]) -> torch.optim.Optimi
     arguments = dict(chosen.arguments)
     if chosen.name in ("Adam", "AdamW") and not {"fused", "foreach", "capturable"} & set(arguments):
         arguments["fused"] = all(p.is_floating_point() and p.device.type in _FUSED_ON for p in _tensors(params))
-    return getattr(torch.optim, chosen.name)(params, **arguments)
+    kind: type[torch.optim.Optimizer] = getattr(torch.optim, chosen.name)
+    return kind(params, **arguments)
 
 
 def _tensors(params: Iterable[Any]) -> list[torch.Tensor]:
@@ -48,9 +49,11 @@ def _tensors(params: Iterable[Any]) -> list[torch.Tensor]:
 def build_scheduler(recipe: Recipe, optimizer: torch.optim.Optimizer) -> torch_schedules.LRScheduler:
     """The learning-rate schedule that ``recipe`` names, on ``optimizer``; raises :class:`ConfigError` as above."""
     chosen = choose_schedule(recipe)
-    if chosen.name in SCHEDULES:
-        return getattr(schedules, chosen.name)(optimizer, **chosen.arguments)
+    home = schedules if chosen.name in SCHEDULES else torch_schedules
+    kind: type[torch_schedules.LRScheduler] = getattr(home, chosen.name)
     try:
-        return getattr(torch_schedules, chosen.name)(optimizer, **chosen.arguments)
+        return kind(optimizer, **chosen.arguments)
+    except ConfigError:
+        raise
     except (TypeError, ValueError) as error:
         raise ConfigError(f"scheduler {recipe.type!r} with {chosen.arguments}: {error}") from error

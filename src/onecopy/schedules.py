@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Sequence
-from typing import Any, Union
+from typing import Any, ClassVar, Union
 
 import torch
 from torch.optim.lr_scheduler import LRScheduler
@@ -125,7 +125,7 @@ class WarmupLR(_Curve):
         self.max_lrs = self._per_group(given["warmup_max_lr"], "warmup_max_lr")
 
     def _prepare_warmup(self, given: dict[str, Any]) -> None:
-        self.warmup_num_steps = max(2, given["warmup_num_steps"])
+        self.warmup_num_steps: int = max(2, given["warmup_num_steps"])
         self.warmup_type = given["warmup_type"]
 
     def _share(self) -> float:
@@ -160,7 +160,7 @@ class WarmupDecayLR(WarmupLR):
 
     def _prepare(self, given: dict[str, Any]) -> None:
         super()._prepare(given)
-        self.total_num_steps = given["total_num_steps"]
+        self.total_num_steps: int = given["total_num_steps"]
 
     def _share_after_warmup(self, i: int) -> float:
         return max(0.0, (self.total_num_steps - i) / max(1, self.total_num_steps - self.warmup_num_steps))
@@ -184,7 +184,7 @@ class WarmupCosineLR(WarmupLR):
 
     def _prepare(self, given: dict[str, Any]) -> None:
         self._prepare_warmup(given)
-        self.total_num_steps = given["total_num_steps"]
+        self.total_num_steps: int = given["total_num_steps"]
         self.warmup_min_ratio, self.cos_min_ratio = given["warmup_min_ratio"], given["cos_min_ratio"]
         self.max_lrs = self._per_group(None, "lr")
 
@@ -237,33 +237,38 @@ class OneCycle(_Curve):
     A stair count above 0 lets a half cycle move in that many jumps.
     """
 
-    def __init__(
-        self,
-        optimizer: Any,
-        cycle_min_lr: Rates,
-        cycle_max_lr: Rates,
-        decay_lr_rate: float = 0.0,
-        cycle_first_step_size: int = 2000,
-        cycle_second_step_size: int | None = None,
-        cycle_first_stair_count: int = 0,
-        cycle_second_stair_count: int | None = None,
-        decay_step_size: int = 0,
-        cycle_momentum: bool = True,
-        cycle_min_mom: Rates = 0.8,
-        cycle_max_mom: Rates = 0.9,
-        decay_mom_rate: float = 0.0,
-        last_batch_iteration: int = -1,
-    ) -> None:
-        super().__init__(optimizer, _given(locals()))
+    _DEFAULTS: ClassVar[dict[str, Any]] = {
+        "decay_lr_rate": 0.0,
+        "cycle_first_step_size": 2000,
+        "cycle_second_step_size": None,
+        "cycle_first_stair_count": 0,
+        "cycle_second_stair_count": None,
+        "decay_step_size": 0,
+        "cycle_momentum": True,
+        "cycle_min_mom": 0.8,
+        "cycle_max_mom": 0.9,
+        "decay_mom_rate": 0.0,
+        "last_batch_iteration": -1,
+    }
+
+    def __init__(self, optimizer: Any, cycle_min_lr: Rates, cycle_max_lr: Rates, **settings: Any) -> None:
+        """``settings``: any of the keys of ``_DEFAULTS``."""
+        super().__init__(
+            optimizer, {"cycle_min_lr": cycle_min_lr, "cycle_max_lr": cycle_max_lr, **self._DEFAULTS, **settings}
+        )
 
     def _prepare(self, given: dict[str, Any]) -> None:
         first, second = given["cycle_first_step_size"], given["cycle_second_step_size"]
         stairs, more_stairs = given["cycle_first_stair_count"], given["cycle_second_stair_count"]
-        self.halves = (first, first if second is None else second)
+        self.halves: tuple[int, int] = (first, first if second is None else second)
         self.stairs = (stairs, stairs if more_stairs is None else more_stairs)
         self.lr_bounds = [self._per_group(given[key], key) for key in ("cycle_min_lr", "cycle_max_lr")]
         self.momentum_bounds = [self._per_group(given[key], key) for key in ("cycle_min_mom", "cycle_max_mom")]
-        self.decay = (given["decay_lr_rate"], given["decay_mom_rate"], given["decay_step_size"])
+        self.decay: tuple[float, float, int] = (
+            given["decay_lr_rate"],
+            given["decay_mom_rate"],
+            given["decay_step_size"],
+        )
         self.cycle_momentum = given["cycle_momentum"]
         if self.cycle_momentum and "betas" not in self.optimizer.defaults:
             warnings.warn(
