@@ -238,7 +238,6 @@ class OneCycle(_Curve):
     """
 
     _DEFAULTS: ClassVar[dict[str, Any]] = {
-        "decay_lr_rate": 0.0,
         "cycle_first_step_size": 2000,
         "cycle_second_step_size": None,
         "cycle_first_stair_count": 0,
@@ -251,11 +250,12 @@ class OneCycle(_Curve):
         "last_batch_iteration": -1,
     }
 
-    def __init__(self, optimizer: Any, cycle_min_lr: Rates, cycle_max_lr: Rates, **settings: Any) -> None:
+    def __init__(
+        self, optimizer: Any, cycle_min_lr: Rates, cycle_max_lr: Rates, decay_lr_rate: float = 0.0, **settings: Any
+    ) -> None:
         """``settings``: any of the keys of ``_DEFAULTS``."""
-        super().__init__(
-            optimizer, {"cycle_min_lr": cycle_min_lr, "cycle_max_lr": cycle_max_lr, **self._DEFAULTS, **settings}
-        )
+        given = {"cycle_min_lr": cycle_min_lr, "cycle_max_lr": cycle_max_lr, "decay_lr_rate": decay_lr_rate}
+        super().__init__(optimizer, self._DEFAULTS | given | settings)
 
     def _prepare(self, given: dict[str, Any]) -> None:
         first, second = given["cycle_first_step_size"], given["cycle_second_step_size"]
