@@ -6,7 +6,7 @@ give an :class:`Outcome`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -16,7 +16,10 @@ from torch import Tensor, nn
 import onecopy
 from tests.ranks import models
 
-__all__ = ["Case", "Outcome", "difference", "make_optimizer", "make_plan", "oracle", "run_case", "run_cases"]
+__all__ = [
+    "Case", "Outcome", "beside_oracle", "call", "difference", "every_plan", "largest_gap",
+    "make_optimizer", "make_plan", "oracle", "run_case", "run_cases", "sgd",
+]  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -144,3 +147,75 @@ def difference(one: Outcome, other: Outcome) -> float:
         (one.weights[k].float() - other.weights[k].float()).abs().max() for k in one.weights if one.weights[k].numel()
     ]
     return torch.stack(gaps).max().item()
+
+
+def every_plan(**options: Any) -> dict[str, Any]:
+    """Plans of all stages with small units; ``options`` go to ``onecopy.stage``."""
+    options = {"units": onecopy.Units(min_numel=0)} | options
+    plans = {f"stage {number}": onecopy.stage(number, **options) for number in range(4)}
+    return plans | {"stage 3 held": onecopy.stage(3, reshard_after_forward=False, **options)}
+
+
+def sgd(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=0.1, momentum=0.9, weight_decay=0.01)
+
+
+def call(model: Any, *args: Any) -> Tensor:
+    """The default objective: the model's output is the loss."""
+    return model(*args)
+
+
+def largest_gap(module: nn.Module, twin: nn.Module) -> float:
+    """Largest absolute difference of a parameter gathered from ``module`` to that of ``twin``; collective."""
+    gap = 0.0
+    for (name, one), (other_name, other) in zip(module.named_parameters(), twin.named_parameters(), strict=True):
+        assert name == other_name
+        assert one.shape == other.shape, f"{name} tells shape {tuple(one.shape)}"
+        full = onecopy.full_param(one)
+        assert full.shape == other.shape, f"{name} gathers to {tuple(full.shape)}"
+        if full.numel():
+            gap = max(gap, (full - other.detach().float()).abs().max().item())
+    return gap
+
+
+def beside_oracle(
+    rank: int,
+    world: int,
+    build: Callable[[], nn.Module],
+    feed: Callable[[int, int], tuple[Any, ...]],
+    plans: dict[str, Any] | None = None,
+    objective: Callable[..., Tensor] = call,
+    optimizer: Callable[[Any], torch.optim.Optimizer] = sgd,
+    steps: int = 3,
+    tolerance: float = 1e-6,
+) -> dict[str, float]:
+    """Train ``build()`` under each plan beside a plain twin that averages all ranks' losses; assert equal weights.
+
+    ``feed(count, rank)`` is what ``rank`` gets in micro-batch number ``count``; ``objective(model, *fed)`` the loss.
+    Returns the largest gap of each plan. This is for models and losses that differ by rank, which no concatenated
+    batch can express.
+    """
+    gaps = {}
+    for name, plan in (plans or every_plan()).items():
+        torch.manual_seed(0)
+        twin = build()
+        torch.manual_seed(0)
+        engine = onecopy.initialize(build(), plan, optimizer=optimizer)
+        plain = optimizer([p for p in twin.parameters() if p.requires_grad])
+        before = models.bare(twin)
+        for count in range(steps * plan.batch.accumulation):
+            objective(engine, *feed(count, rank)).backward()
+            moved = engine.step()
+            for other in range(world):
+                (objective(twin, *feed(count, other)) / world / plan.batch.accumulation).backward()
+            if (count + 1) % plan.batch.accumulation == 0:
+                assert moved, f"{name}: no step at the boundary"
+                if plan.clip.max_norm is not None:
+                    torch.nn.utils.clip_grad_norm_(twin.parameters(), plan.clip.max_norm, plan.clip.norm_type)
+                plain.step()
+                plain.zero_grad()
+        gaps[name] = largest_gap(engine.module, twin)
+        assert any(not torch.equal(before[k], p) for k, p in twin.named_parameters()), "the oracle did not move"
+        assert gaps[name] <= tolerance, f"{name}: weights are off by {gaps[name]}"
+        engine.close()
+    return gaps
