@@ -1,0 +1,150 @@
+"""``onecopy launch`` with real processes: environment, arguments, failures told last, ports, interruption."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.ranks
+
+
+def launch(*args: str, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "onecopy.cli", "launch", *args]
+    env = {**os.environ, **environment}
+    return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=100)
+
+
+def script(folder: Path, body: str, name: str = "job.py") -> str:
+    (folder / name).write_text(textwrap.dedent(body))
+    return name
+
+
+def test_every_rank_gets_torchruns_environment_and_the_arguments(tmp_path: Path) -> None:
+    body = """
+        import json, os, sys
+        names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS")
+        found = {name: os.environ[name] for name in names}
+        found |= {"args": sys.argv[1:], "first_on_path": sys.path[0], "main": __name__, "torch": "torch" in sys.modules}
+        open(f"rank{os.environ['RANK']}.json", "w").write(json.dumps(found))
+    """
+    (tmp_path / "sub").mkdir()
+    path = script(tmp_path, body, "sub/job.py")
+    done = launch("--nproc", "2", path, "--flag", "-x", "--nproc", "7", cwd=tmp_path, OMP_NUM_THREADS="3")
+    assert done.returncode == 0, done.stderr
+    for rank in range(2):
+        found = json.loads((tmp_path / f"rank{rank}.json").read_text())
+        assert (found["RANK"], found["LOCAL_RANK"], found["WORLD_SIZE"]) == (str(rank), str(rank), "2")
+        assert found["args"] == ["--flag", "-x", "--nproc", "7"]
+        assert found["first_on_path"] == str(tmp_path / "sub") and found["main"] == "__main__"
+        assert found["OMP_NUM_THREADS"] == "3", "a number the user chose stays"
+        assert found["MASTER_PORT"] != "29500"
+        assert not found["torch"], "nothing is imported for the script"
+
+
+def test_a_module_runs_as_with_python_m(tmp_path: Path) -> None:
+    script(tmp_path, "import sys\nprint('module', __name__, sys.argv[1:])", "job.py")
+    done = launch("--nproc", "1", "-m", "job", "a", cwd=tmp_path)
+    assert done.returncode == 0 and done.stdout == "module __main__ ['a']\n", done.stderr
+
+
+FAILING = """
+    import os, time
+    def broken(rank):
+        raise ValueError(f"rank {rank} broke")
+    if os.environ["RANK"] == "1":
+        broken(1)
+    time.sleep(60)
+"""
+
+
+def test_the_failing_rank_and_its_traceback_come_last(tmp_path: Path) -> None:
+    done = launch("--nproc", "2", "--json", script(tmp_path, FAILING), cwd=tmp_path)
+    assert done.returncode == 1
+    head, *trace = done.stderr.strip().splitlines()[-9:]
+    assert head.startswith("error: rank 1 (pid ") and head.endswith("failed first:")
+    assert trace[0] == "Traceback (most recent call last):" and trace[-1] == "ValueError: rank 1 broke"
+    assert "job.py" in trace[1], "the first frame shown is the script's own"
+    told = json.loads(done.stdout)
+    assert told["ok"] is False and told["failure"]["rank"] == 1 and told["failure"]["message"] == "rank 1 broke"
+
+
+def test_the_rank_that_failed_first_is_blamed(tmp_path: Path) -> None:
+    # Rank 0 fails because rank 1 did, a moment later, as in a broken collective.
+    body = """
+        import os, time
+        if os.environ["RANK"] == "1":
+            open("mark", "w").close()
+            raise RuntimeError("cause")
+        while not os.path.exists("mark"):
+            time.sleep(0.001)
+        time.sleep(0.01)
+        raise RuntimeError("consequence")
+    """
+    done = launch("--nproc", "2", script(tmp_path, body), cwd=tmp_path)
+    assert done.returncode == 1 and done.stderr.strip().endswith("RuntimeError: cause"), done.stderr
+
+
+@pytest.mark.parametrize(
+    ("ending", "code", "message"),
+    [("sys.exit(7)", 7, "exit code 7"), ("os.kill(os.getpid(), 11)", 139, "signal 11 (SIGSEGV)")],
+)
+def test_a_rank_without_a_traceback_is_told_by_its_ending(ending: str, code: int, message: str, tmp_path: Path) -> None:
+    body = f"import os, sys\nif os.environ['RANK'] == '0':\n    {ending}"
+    done = launch("--nproc", "2", script(tmp_path, body), cwd=tmp_path)
+    assert done.returncode == code
+    last = done.stderr.strip().splitlines()[-1]
+    assert last.startswith("error: rank 0") and last.endswith(message)
+
+
+def test_a_given_port_is_used_and_a_taken_one_refused(tmp_path: Path) -> None:
+    path = script(tmp_path, "import os\nprint(os.environ['MASTER_PORT'])")
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", 0))
+        held.listen()
+        port = str(held.getsockname()[1])
+        done = launch("--nproc", "1", "--master_port", port, path, cwd=tmp_path)
+        assert done.returncode == 2 and not done.stdout
+        assert done.stderr.count("\n") == 1 and f"--master_port {port} is taken by pid {os.getpid()}" in done.stderr
+    done = launch("--nproc", "1", "--master_port", port, path, cwd=tmp_path)
+    assert done.returncode == 0 and done.stdout == f"{port}\n", done.stderr
+
+
+def test_two_nodes_of_one_machine_form_one_job(tmp_path: Path) -> None:
+    (tmp_path / "hosts").write_text("127.0.0.1 slots=1\nlocalhost slots=2\n")
+    body = "import os\nopen('rank' + os.environ['RANK'], 'w').write(os.environ['WORLD_SIZE'])"
+    path = script(tmp_path, body)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    options = ["launch", "--hostfile", "hosts", "--master_port", port]
+    nodes = [
+        subprocess.Popen([sys.executable, "-m", "onecopy.cli", *options, "--node_rank", str(n), path], cwd=tmp_path)
+        for n in range(2)
+    ]
+    assert [node.wait(100) for node in nodes] == [0, 0]
+    assert {p.name: p.read_text() for p in tmp_path.glob("rank*")} == {"rank0": "3", "rank1": "3", "rank2": "3"}
+
+
+def test_interruption_is_one_line_and_ends_the_ranks(tmp_path: Path) -> None:
+    body = "import os, time\nopen('pid' + os.environ['RANK'], 'w').write(str(os.getpid()))\ntime.sleep(90)"
+    command = [sys.executable, "-m", "onecopy.cli", "launch", "--nproc", "2", script(tmp_path, body)]
+    job = subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    deadline = time.monotonic() + 60
+    while len(pids := [p for p in tmp_path.glob("pid*") if p.read_text()]) < 2:
+        assert time.monotonic() < deadline and job.poll() is None
+        time.sleep(0.05)
+    os.killpg(job.pid, signal.SIGINT)
+    _, err = job.communicate(timeout=60)
+    assert job.returncode == 130 and err == "interrupted\n"
+    for path in pids:
+        with pytest.raises(ProcessLookupError):
+            os.kill(int(path.read_text()), 0)
