@@ -1,0 +1,151 @@
+"""The ``onecopy`` command."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import asdict
+from importlib.metadata import version
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from onecopy import gpt
+from onecopy.errors import ConfigError, OneCopyError
+from onecopy.launch import Outcome, default_ranks, place, run_ranks
+from onecopy.train import Method, Run, Settings, Task, show_report
+from onecopy.train import train as run_training
+
+__all__ = ["app", "main"]
+
+app = typer.Typer(
+    name="onecopy",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help="ZeRO training for PyTorch: every training state kept once across the ranks.",
+)
+
+Json = Annotated[
+    bool, typer.Option("--json", help="Print one JSON object on stdout at the end; the rest goes to stderr.")
+]
+Ranks = Annotated[
+    int | None,
+    typer.Option(
+        "--nproc", "--num_gpus", "--num-gpus", help="Ranks on this machine (default: one per accelerator, else 2)"
+    ),
+]
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"onecopy {version('onecopy')}")
+        raise typer.Exit()
+
+
+@app.callback()
+def _root(
+    _version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version.")
+    ] = False,
+) -> None:
+    """Options that stand before a command."""
+
+
+@app.command()
+def train(
+    out: Annotated[Path, typer.Option(help="Folder for checkpoints, log and report; the same one resumes.")] = Path(
+        "runs/train"
+    ),
+    model: Annotated[str, typer.Option(help=f"Size of the GPT: {', '.join(gpt.SIZES)}.")] = "small",
+    context: Annotated[int | None, typer.Option(help="Bytes the model sees at once (default: the size's own)")] = None,
+    data: Annotated[
+        list[str] | None, typer.Option(help="File or folder of text, repeatable (default: Python's standard library)")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Of the weights and of the order of the data.")] = 0,
+    config: Annotated[str | None, typer.Option(help="DeepSpeed JSON; excludes the options it decides.")] = None,
+    stage: Annotated[int | None, typer.Option(help="ZeRO stage, 0 to 3 (default: 2)")] = None,
+    dtype: Annotated[
+        str | None, typer.Option(help="fp32, bf16 or fp16 (default: bf16 on an accelerator, else fp32)")
+    ] = None,
+    batch_size: Annotated[int | None, typer.Option(help="Rows of one micro-batch on one rank (default: 16)")] = None,
+    accumulation: Annotated[int | None, typer.Option(help="Micro-batches per optimizer step (default: 1)")] = None,
+    lr: Annotated[float | None, typer.Option(help="Highest learning rate of AdamW (default: by the width)")] = None,
+    recompute: Annotated[bool, typer.Option(help="Recompute activations in backward.")] = False,
+    steps: Annotated[int, typer.Option(help="Optimizer steps in all, earlier runs included.")] = 400,
+    save_every: Annotated[int, typer.Option(help="Steps between checkpoints.")] = 200,
+    keep: Annotated[int, typer.Option(help="Newest checkpoints to keep.")] = 2,
+    nproc: Ranks = None,
+    as_json: Json = False,
+) -> None:
+    """Train a byte-level GPT on text; run again to resume."""
+    task = Task(model, context, tuple(data or ()), seed)
+    method = Method(config, stage, dtype, batch_size, accumulation, lr, recompute)
+    settings = Settings(task, method, Run(str(out), steps, save_every, keep))
+    outcome, report = run_training(settings, default_ranks() if nproc is None else nproc)
+    if outcome.exit_code:
+        note = "; the same command resumes from the newest checkpoint" if outcome.interrupted else ""
+        _fail(outcome, as_json, note)
+    if as_json:
+        typer.echo(json.dumps(report))
+    else:
+        show_report(report, Console())
+
+
+@app.command(context_settings={"allow_interspersed_args": False})
+def launch(
+    script: Annotated[str, typer.Argument(help="Script to run on every rank, or a module's name after --module.")],
+    args: Annotated[list[str] | None, typer.Argument(help="Its arguments, passed on as they are.")] = None,
+    nproc: Ranks = None,
+    module: Annotated[bool, typer.Option("--module", "-m", help="SCRIPT is a module, as with python -m.")] = False,
+    hostfile: Annotated[Path | None, typer.Option(help="Lines 'name slots=N'; run this command on each host.")] = None,
+    node_rank: Annotated[
+        int | None, typer.Option("--node_rank", "--node-rank", help="Which host of the hostfile this is, from 0.")
+    ] = None,
+    master_addr: Annotated[
+        str | None, typer.Option("--master_addr", "--master-addr", help="Address of host 0 (default: its name)")
+    ] = None,
+    master_port: Annotated[
+        int | None, typer.Option("--master_port", "--master-port", help="Port on host 0 (default: a free one)")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Run a script of your own on several ranks, with torchrun underneath."""
+    if not module and not Path(script).is_file():
+        raise ConfigError(f"script {script!r} does not exist; a module is run with --module {script}")
+    ranks, nodes = place(hostfile, node_rank, nproc, master_port, master_addr)
+    outcome = run_ranks([*(["-m"] if module else []), script, *(args or [])], ranks, nodes)
+    if outcome.exit_code:
+        _fail(outcome, as_json)
+    if as_json:
+        typer.echo(json.dumps(_summary(outcome)))
+
+
+def _summary(outcome: Outcome) -> dict[str, Any]:
+    return {"ok": outcome.exit_code == 0, **asdict(outcome)}
+
+
+def _fail(outcome: Outcome, as_json: bool, note: str = "") -> None:
+    """Say what went wrong, the traceback last, and leave with the failing rank's exit code."""
+    if as_json:
+        typer.echo(json.dumps(_summary(outcome)))
+    if outcome.failure is not None:
+        typer.echo(f"error: {outcome.failure.describe()}", err=True)
+    else:
+        typer.echo(f"interrupted{note}", err=True)
+    raise typer.Exit(outcome.exit_code)
+
+
+def main() -> None:
+    """Entry point: bad input ends in one line on stderr and exit code 2."""
+    try:
+        app()
+    except OneCopyError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""What people see of a run: predicted beside measured, and the live progress bar."""

@@ -1,0 +1,402 @@
+"""``onecopy train``: a byte-level GPT on real text, from the command line to the report.
+
+The parent process checks the settings and starts the ranks (:func:`train`); each rank runs :func:`main`, which builds
+the model, trains it with the engine, saves, resumes and writes ``report.json`` into the output folder.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+import signal
+import sys
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from torch import Tensor
+from torch.optim.lr_scheduler import LambdaLR
+
+import onecopy
+from onecopy import gpt
+from onecopy.errors import ConfigError
+from onecopy.launch import Failure, Outcome, run_ranks
+from onecopy.report.measure import compare_table, human_bytes, human_count, lines, plan_table
+from onecopy.report.progress import RunDisplay, memory_in_use
+from onecopy.text import Rows, open_corpora
+
+__all__ = ["Method", "Run", "Settings", "Task", "main", "show_report", "train"]
+
+UNIFORM = math.log(256)  # nats per byte of a model that knows nothing
+_CHECKPOINTS, _TASK, _REPORT, _LOG = "checkpoints", "task.json", "report.json", "log.jsonl"
+_HELD_OUT_ROWS = 256
+_SHOW_EVERY = 5
+
+
+@dataclass(frozen=True)
+class Task:
+    """What is learned from what: a run resumes only with the same one. ``data`` empty: the standard library."""
+
+    model: str = "small"
+    context: int | None = None
+    data: tuple[str, ...] = ()
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Method:
+    """How it is trained. Either ``config`` (a DeepSpeed JSON) or the other fields; None: this module's default.
+
+    ``batch_size``: rows of one micro-batch on one rank. ``recompute``: activation checkpointing.
+    """
+
+    config: str | None = None
+    stage: int | None = None
+    dtype: str | None = None
+    batch_size: int | None = None
+    accumulation: int | None = None
+    lr: float | None = None
+    recompute: bool = False
+
+    def plan(self, world: int) -> onecopy.Plan:
+        """The plan for ``world`` ranks. Raises :class:`ConfigError` when a file and an option say the same thing."""
+        if self.config is None:
+            number = 2 if self.stage is None else self.stage
+            dtype = self.dtype or ("bf16" if torch.accelerator.is_available() else "fp32")
+            return onecopy.stage(number, dtype=dtype, accumulation=self.accumulation or 1, clip=1.0)
+        plan = onecopy.load_config(self.config, world_size=world)
+        said = {
+            "--stage": (self.stage, "zero_optimization.stage"),
+            "--dtype": (self.dtype, "fp16 and bf16"),
+            "--accumulation": (self.accumulation, "gradient_accumulation_steps"),
+            "--batch-size": (self.batch_size if plan.batch.micro else None, "train_micro_batch_size_per_gpu"),
+            "--lr": (self.lr if plan.optimizer else None, "optimizer.params.lr"),
+        }
+        for option, (value, key) in said.items():
+            if value is not None:
+                raise ConfigError(
+                    f"{option} {value} beside --config {self.config}: the file decides by {key}; drop one"
+                )
+        return plan
+
+
+@dataclass(frozen=True)
+class Run:
+    """How long and where. Checkpoints are made every ``save_every`` steps and at the end; the newest ``keep`` stay."""
+
+    out: str
+    steps: int
+    save_every: int = 200
+    keep: int = 2
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Everything a rank needs to know."""
+
+    task: Task
+    method: Method
+    run: Run
+
+    @classmethod
+    def from_json(cls, text: str) -> Settings:
+        """The inverse of :meth:`to_json`."""
+        found = json.loads(text)
+        task = Task(**{**found["task"], "data": tuple(found["task"]["data"])})
+        return cls(task, Method(**found["method"]), Run(**found["run"]))
+
+    def to_json(self) -> str:
+        """One line, as the ranks get it on their command line."""
+        return json.dumps(asdict(self))
+
+    def check(self, world: int) -> None:
+        """Raise the :class:`onecopy.errors.OneCopyError` that every rank would, before any is started."""
+        if world < 1:
+            raise ConfigError(f"--nproc {world}: the number of ranks on this machine is 1 or more")
+        for name, value in (
+            ("--steps", self.run.steps),
+            ("--save-every", self.run.save_every),
+            ("--keep", self.run.keep),
+        ):
+            if value < 1:
+                raise ConfigError(f"{name} {value}: it is a whole number from 1")
+        for name, number in (("--batch-size", self.method.batch_size), ("--accumulation", self.method.accumulation)):
+            if number is not None and number < 1:
+                raise ConfigError(f"{name} {number}: it is a whole number from 1")
+        if self.method.lr is not None and not (math.isfinite(self.method.lr) and self.method.lr > 0):
+            raise ConfigError(f"--lr {self.method.lr}: it is a finite number above 0")
+        self.method.plan(world)
+        model = gpt.config(self.task.model, context=self.task.context)
+        open_corpora(self.task.data, model.context)
+        out = Path(self.run.out)
+        if out.exists() and not out.is_dir():
+            raise ConfigError(f"--out {self.run.out} is a file; name a folder")
+
+
+def train(settings: Settings, ranks: int) -> tuple[Outcome, dict[str, Any]]:
+    """Start ``ranks`` ranks on this machine and wait. Returns how it ended and, when it ended well, the report.
+
+    Raises :class:`onecopy.errors.OneCopyError` for bad settings, those found by the ranks included.
+    """
+    settings.check(ranks)
+    _claim(settings)
+    outcome = run_ranks(["-m", "onecopy.train", settings.to_json()], ranks)
+    if outcome.failure is not None:
+        _raise_if_bad_input(outcome.failure)
+    if outcome.exit_code:
+        return outcome, {}
+    return outcome, json.loads((Path(settings.run.out) / _REPORT).read_text())
+
+
+def _claim(settings: Settings) -> None:
+    """Write down what the output folder is for, or check that it is for this task."""
+    path = Path(settings.run.out) / _TASK
+    text, _ = open_corpora(settings.task.data, gpt.config(settings.task.model, context=settings.task.context).context)
+    ours = {**asdict(settings.task), "data": text.fingerprint}
+    if path.exists():
+        theirs = json.loads(path.read_text())
+        for key, value in ours.items():
+            if theirs.get(key) != value:
+                raise ConfigError(
+                    f"--out {settings.run.out} holds a run with {key} {theirs.get(key)!r}, this one has {value!r}; "
+                    "name another folder, or give the same to resume it"
+                )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(ours, indent=1))
+
+
+def show_report(report: dict[str, Any], console: Console) -> None:
+    """Predicted beside measured and the losses of a finished run."""
+    if report["ranks"]:
+        console.print(compare_table(report["ranks"][0]["predicted"], report["ranks"][0]["measured"]))
+        off = [
+            f"rank {rank} {line.section} {line.name} {line.verdict}"
+            for rank, ledger in enumerate(report["ranks"])
+            for line in lines(ledger["predicted"], ledger["measured"])
+            if line.exact and line.verdict != "equal"
+        ]
+        console.print(
+            "not as predicted: " + "; ".join(off) if off else "bytes held and sent are as predicted on every rank"
+        )
+    speed = report["tokens_per_second"]
+    console.print(
+        f"step {report['steps']}: validation loss [bold]{report['validation_loss']:.3f}[/bold] nats per byte "
+        f"(knowing nothing: {report['uniform_loss']:.2f})" + (f", {human_count(speed)} tokens/s" if speed else ""),
+        highlight=False,
+        soft_wrap=True,
+    )
+
+
+def _raise_if_bad_input(failure: Failure) -> None:
+    for name in failure.classes:
+        module, _, cls = name.rpartition(".")
+        if module == onecopy.errors.__name__:
+            raise getattr(onecopy.errors, cls)(failure.message)
+
+
+class Trainer:
+    """One rank's part of the run."""
+
+    def __init__(self, settings: Settings, console: Console) -> None:
+        self.settings, self.console = settings, console
+        self.shape = gpt.config(settings.task.model, context=settings.task.context, recompute=settings.method.recompute)
+        train_text, held_text = open_corpora(settings.task.data, self.shape.context)
+        self.rows, self.held = (
+            Rows(train_text, self.shape.context, settings.task.seed),
+            Rows(held_text, self.shape.context),
+        )
+        self.rank, self.world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        plan = settings.method.plan(self.world)
+        self.micro = plan.batch.micro or settings.method.batch_size or 16
+        self.engine = self._engine(plan)
+        self.consumed = 0  # training rows used by all ranks so far
+        self.resumed_from = 0
+
+    def _engine(self, plan: onecopy.Plan) -> Any:
+        method, steps = self.settings.method, self.settings.run.steps
+        torch.manual_seed(self.settings.task.seed)
+        with onecopy.deferred():
+            model = gpt.GPT(self.shape)
+        if plan.optimizer is not None:
+            return onecopy.initialize(model, plan)
+        decayed = [p for p in model.parameters() if p.ndim >= 2]
+        others = [p for p in model.parameters() if p.ndim < 2]
+        lr = method.lr or 2e-3 * min(1.0, 256 / self.shape.width)  # wider models want smaller steps
+
+        def optimizer(_: Any) -> torch.optim.Optimizer:
+            groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
+            return torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.95), fused=True)
+
+        scheduler = None if plan.scheduler is not None else (lambda built: LambdaLR(built, warm_up_and_cosine(steps)))
+        return onecopy.initialize(model, plan, optimizer=optimizer, scheduler=scheduler)
+
+    @property
+    def rows_per_step(self) -> int:
+        return self.micro * self.engine.plan.batch.accumulation * self.world
+
+    def step(self) -> Tensor:
+        """One optimizer step. Returns this rank's mean loss over its micro-batches, a float32 scalar."""
+        accumulation = self.engine.plan.batch.accumulation
+        total = torch.zeros((), device=self.engine.device)
+        for number in range(accumulation):
+            x, y = self.rows.micro_batch(self.consumed, number, self.rank, self.world, self.micro)
+            loss = self.engine(x.to(self.engine.device), y.to(self.engine.device))
+            loss.backward()
+            self.engine.step()
+            total += loss.detach()
+        self.consumed += self.rows_per_step
+        return total / accumulation
+
+    @torch.no_grad()
+    def validate(self) -> float:
+        """Mean loss over fixed held-out rows, in nats per byte, the same on every rank."""
+        self.engine.eval()
+        batches = -(-_HELD_OUT_ROWS // (self.micro * self.world))
+        total = torch.zeros((), device=self.engine.device)
+        for x, y in self.held.spread(self.rank, self.world, self.micro, batches):
+            total += self.engine(x.to(self.engine.device), y.to(self.engine.device))
+        self.engine.train()
+        return self.mean(total / batches)
+
+    def mean(self, value: Tensor) -> float:
+        """``value`` averaged over the ranks. Collective."""
+        if dist.is_initialized():
+            dist.all_reduce(value)
+            value /= self.world
+        return value.item()
+
+    def save(self) -> Path:
+        """Write a checkpoint, then remove all but the newest. Collective."""
+        folder = Path(self.settings.run.out) / _CHECKPOINTS
+        path = self.engine.save(
+            folder, tag=f"step{self.engine.global_steps:08d}", client_state={"consumed": self.consumed}
+        )
+        if self.rank == 0:
+            for old in sorted(folder.glob("step*"))[: -self.settings.run.keep]:
+                shutil.rmtree(old)
+        return Path(path)
+
+    def resume(self) -> None:
+        """Load the newest complete checkpoint, if there is one. Collective."""
+        folder = Path(self.settings.run.out) / _CHECKPOINTS
+        if any(folder.glob("step*")):
+            self.consumed = self.engine.load(folder)["consumed"]
+            self.resumed_from = self.engine.global_steps
+            self.console.print(
+                f"resuming from step {self.resumed_from} in {self.settings.run.out}", highlight=False, soft_wrap=True
+            )
+
+    def show_plan(self) -> None:
+        """What is about to run and what it will take, on rank 0's console."""
+        plan, shape = self.engine.plan, self.shape
+        self.console.print(
+            f"{self.settings.task.model}: {human_count(shape.parameters)} parameters, context {shape.context}; "
+            f"{human_bytes(len(self.rows.corpus))} of text, {human_bytes(len(self.held.corpus))} held out; "
+            f"{self.world} rank{'s' * (self.world > 1)} on {self.engine.device.type}, each with "
+            f"{plan.batch.accumulation} x {self.micro} rows a step",
+            highlight=False,
+            soft_wrap=True,
+        )
+        for note in plan.notes:
+            self.console.print(f"note: {note}", highlight=False, soft_wrap=True)
+        self.console.print(plan_table(self.engine.predicted()))
+
+    def run(self) -> dict[str, Any]:
+        """Train what is left, save, validate. Returns the report, the same on every rank."""
+        steps, done = self.settings.run.steps, self.engine.global_steps
+        if done >= steps:
+            self.console.print(
+                f"all {steps} steps are done already (at step {done}); validating", highlight=False, soft_wrap=True
+            )
+        seconds, loss = 0.0, None
+        with RunDisplay(self.console, done, steps) as display:
+            for step in range(done + 1, steps + 1):
+                start = time.monotonic()
+                loss = self.step()
+                if step % _SHOW_EVERY == 0 or step in (done + 1, steps):
+                    loss = self.mean(loss)
+                    self._show(display, step, loss, time.monotonic() - start)
+                seconds += time.monotonic() - start
+                if step % self.settings.run.save_every == 0 and step < steps:
+                    self.save()
+                    self._log(step=step, validation=(value := self.validate()))
+                    display.say(f"step {step}: saved, validation loss {value:.3f}")
+        ledgers = self._ledgers() if done < steps else []
+        path = self.save() if done < steps else None
+        value = self.validate()
+        self._log(step=self.engine.global_steps, validation=value)
+        tokens = (steps - done) * self.rows_per_step * self.shape.context
+        return {
+            "steps": self.engine.global_steps,
+            "resumed_from": self.resumed_from,
+            "skipped_steps": self.engine.skipped_steps,
+            "train_loss": loss,
+            "validation_loss": value,
+            "uniform_loss": UNIFORM,
+            "seconds": seconds,
+            "tokens_per_second": tokens / seconds if seconds else None,
+            "world": self.world,
+            "parameters": self.shape.parameters,
+            "checkpoint": str(path) if path else None,
+            "settings": asdict(self.settings),
+            "ranks": ledgers,
+        }
+
+    def _show(self, display: RunDisplay, step: int, loss: float, seconds: float) -> None:
+        speed = self.rows_per_step * self.shape.context / seconds
+        display.update(step, loss, speed, memory_in_use(self.engine.device))
+        self._log(
+            step=step, loss=loss, lr=self.engine.lr()[0], grad_norm=self.engine.grad_norm, tokens_per_second=speed
+        )
+
+    def _log(self, **values: Any) -> None:
+        if self.rank == 0:
+            with open(Path(self.settings.run.out) / _LOG, "a") as file:
+                file.write(json.dumps(values) + "\n")
+
+    def _ledgers(self) -> list[dict[str, Any]]:
+        """Predicted and measured of every rank, of the last step. Collective."""
+        mine = {"predicted": self.engine.predicted(), "measured": self.engine.measured()}
+        found: list[Any] = [mine] * self.world
+        if dist.is_initialized():
+            dist.all_gather_object(found, mine)
+        return found
+
+
+def warm_up_and_cosine(steps: int) -> Any:
+    """Factor of the learning rate by step: up to 1 over the first tenth (at most 100 steps), then down a cosine to 0.05
+    at ``steps``, where it stays."""
+    warm = max(1, min(100, steps // 10))
+
+    def factor(step: int) -> float:
+        if step < warm:
+            return (step + 1) / warm
+        done = min(1.0, (step - warm) / max(1, steps - warm))
+        return 0.05 + 0.95 * (1 + math.cos(math.pi * done)) / 2
+
+    return factor
+
+
+def main() -> None:
+    """One rank: ``python -m onecopy.train SETTINGS`` under torchrun's environment."""
+    # The checkpoint on disk is what a run resumes from, so Ctrl-C may end a rank at once.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    settings = Settings.from_json(sys.argv[1])
+    first = os.environ["RANK"] == "0"
+    trainer = Trainer(settings, Console(stderr=True, quiet=not first, force_terminal=None if first else False))
+    trainer.show_plan()
+    trainer.resume()
+    report = trainer.run()
+    if first:
+        (Path(settings.run.out) / _REPORT).write_text(json.dumps(report, indent=1))
+    trainer.engine.close()
+
+
+if __name__ == "__main__":
+    main()

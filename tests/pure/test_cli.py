@@ -1,0 +1,167 @@
+"""The command line's words, the hostfile, the port check, the tables: everything that starts no rank."""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from onecopy import cli, launch, train
+from onecopy.errors import ConfigError
+from onecopy.report.measure import compare_table, human_bytes, human_count, lines, plan_table
+
+pytestmark = pytest.mark.pure
+
+
+def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *args: str) -> tuple[int, str, str]:
+    """(exit code, stdout, stderr) of ``onecopy ARGS``."""
+    monkeypatch.setattr("sys.argv", ["onecopy", *args])
+    with pytest.raises(SystemExit) as end:
+        cli.main()
+    shown = capsys.readouterr()
+    return int(end.value.code or 0), shown.out, shown.err
+
+
+def test_version_and_help(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    code, out, _ = run(capsys, monkeypatch, "--version")
+    assert code == 0 and out.startswith("onecopy 0.")
+    code, out, _ = run(capsys, monkeypatch, "--help")
+    assert code == 0 and "train" in out and "launch" in out
+
+
+BAD = {
+    "stage": (["train", "--stage", "4"], "stage 4 does not exist; choose 0, 1, 2 or 3"),
+    "model": (["train", "--model", "huge"], "model 'huge' does not exist"),
+    "data": (["train", "--data", "nowhere"], "'nowhere' is neither a file nor a folder"),
+    "steps": (["train", "--steps", "0"], "--steps 0"),
+    "batch": (["train", "--batch-size", "-1"], "--batch-size -1"),
+    "accumulation": (["train", "--accumulation", "0"], "--accumulation 0"),
+    "lr": (["train", "--lr", "nan"], "--lr nan"),
+    "keep": (["train", "--keep", "0"], "--keep 0"),
+    "ranks": (["train", "--nproc", "0"], "--nproc 0"),
+    "config file": (["train", "--config", "nowhere.json"], "nowhere.json"),
+    "script": (["launch", "nowhere.py"], "'nowhere.py' does not exist"),
+    "hostfile": (["launch", "--hostfile", "nowhere", __file__], "'nowhere' does not exist"),
+    "node rank": (["launch", "--node_rank", "1", __file__], "--node_rank 1 without --hostfile"),
+    "port": (["launch", "--master_port", "70000", __file__], "--master_port 70000"),
+}
+
+
+@pytest.mark.parametrize(("args", "message"), BAD.values(), ids=BAD)
+def test_bad_input_is_one_line_and_exit_code_2(
+    args: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    code, out, err = run(capsys, monkeypatch, *args)
+    assert code == 2 and not out
+    assert err.startswith("error: ") and message in err and err.count("\n") == 1
+    assert not list(tmp_path.iterdir()), "a refused command leaves nothing behind"
+
+
+def test_a_config_file_excludes_the_options_it_decides(tmp_path: Path) -> None:
+    path = tmp_path / "ds.json"
+    path.write_text(json.dumps({"train_micro_batch_size_per_gpu": 4, "zero_optimization": {"stage": 3}}))
+    assert train.Method(config=str(path)).plan(2).batch.micro == 4
+    assert train.Method(config=str(path), lr=1e-3).plan(2).optimizer is None
+    for option in ({"stage": 3}, {"dtype": "bf16"}, {"accumulation": 2}, {"batch_size": 4}):
+        with pytest.raises(ConfigError, match=rf"--{next(iter(option)).replace('_', '-')} .* beside --config"):
+            train.Method(config=str(path), **option).plan(2)  # type: ignore[arg-type]
+
+
+def test_settings_survive_json() -> None:
+    settings = train.Settings(train.Task(data=("a", "b")), train.Method(stage=3, lr=1e-3), train.Run("out", 5))
+    assert train.Settings.from_json(settings.to_json()) == settings
+
+
+def test_learning_rate_rises_then_falls() -> None:
+    factor = train.warm_up_and_cosine(100)
+    values = [factor(step) for step in range(130)]
+    assert values[:10] == sorted(values[:10]) and values[0] == 0.1 and max(values) == 1.0
+    assert values[10:] == sorted(values[10:], reverse=True) and values[100] == values[129] == pytest.approx(0.05)
+
+
+@pytest.fixture
+def hostfile(tmp_path: Path) -> Iterator[Path]:
+    path = tmp_path / "hosts"
+    path.write_text("# two machines\nfirst slots=4\n\nsecond  slots = 2  # smaller\n")
+    yield path
+
+
+def test_hostfile(hostfile: Path) -> None:
+    assert launch.read_hostfile(hostfile) == [launch.Host("first", 4), launch.Host("second", 2)]
+    assert launch.place(hostfile, 1, None, 1234) == (2, launch.Nodes(2, 1, "first", 1234))
+    assert launch.place(hostfile, 0, 3, 1234, "10.0.0.1") == (3, launch.Nodes(2, 0, "10.0.0.1", 1234))
+    with pytest.raises(ConfigError, match=r"--nproc 3 is more than the 2 slots of 'second'"):
+        launch.place(hostfile, 1, 3, 1234)
+    with pytest.raises(ConfigError, match=r"--node_rank 2: .* has 2 hosts"):
+        launch.place(hostfile, 2, None, 1234)
+    with pytest.raises(ConfigError, match=r"--node_rank None: .* has 2 hosts"):
+        launch.place(hostfile, None, None, 1234)
+    with pytest.raises(ConfigError, match="2 hosts without --master_port"):
+        launch.place(hostfile, 0, None, None)
+
+
+@pytest.mark.parametrize("text", ["first slots=x", "first", "first slots=0", "a slots=1\na slots=1", "", "# only"])
+def test_a_wrong_hostfile_is_refused_by_line(text: str, tmp_path: Path) -> None:
+    path = tmp_path / "hosts"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=r"hostfile .*hosts' (line \d|names no host)"):
+        launch.read_hostfile(path)
+
+
+def test_one_machine_needs_no_port() -> None:
+    assert launch.place(None, None, 3, None) == (3, launch.Nodes())
+    assert launch.place(None, 0, None, None)[0] == launch.default_ranks() >= 1
+
+
+def test_a_taken_port_is_named_with_its_owner() -> None:
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", 0))
+        held.listen()
+        port = held.getsockname()[1]
+        with pytest.raises(ConfigError, match=rf"--master_port {port} is taken"):
+            launch.require_free(port)
+    launch.require_free(port)
+
+
+def test_human_numbers() -> None:
+    assert [human_bytes(n) for n in (0, 1023, 1536, -(1 << 20), 5 << 30)] == [
+        "0 B",
+        "1023 B",
+        "1.50 KiB",
+        "-1.00 MiB",
+        "5.00 GiB",
+    ]
+    assert [human_count(n) for n in (7, 1500, 25_482_240, 3e9)] == ["7", "1.5k", "25.5M", "3.0G"]
+
+
+LEDGER = {
+    "resident": {"device": {"parameter": 4096, "moments": 8192}},
+    "peak": {"device": {"total": 100_000}},
+    "collectives": {"reduce": {"count": 3, "elements": 1024, "bytes": 4096, "group": "within"}},
+}
+
+
+def shown(table: object) -> str:
+    console = Console(width=100, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    console.print(table)
+    return console.export_text()
+
+
+def test_tables_set_measured_beside_predicted() -> None:
+    measured = json.loads(json.dumps(LEDGER))
+    measured["resident"]["device"]["moments"] += 4096
+    measured["peak"]["device"]["total"] -= 1000
+    measured["collectives"]["vote"] = {"count": 1, "elements": 2, "bytes": 8, "group": "within"}
+    verdicts = {line.name: line.verdict for line in lines(LEDGER, measured)}
+    assert verdicts["device: parameter"] == verdicts["reduce: bytes"] == "equal"
+    assert verdicts["device: moments"] == "+50.00%" and verdicts["device: total"] == "-1.00%"
+    assert verdicts["vote: count"] == "not predicted"
+    text = shown(compare_table(LEDGER, measured))
+    assert "8.00 KiB" in text and "12.00 KiB" in text and "+50.00%" in text and "1,024" in text
+    text = shown(plan_table(LEDGER))
+    assert "8.00 KiB" in text and "measured" not in text
