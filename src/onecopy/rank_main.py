@@ -20,6 +20,7 @@ import traceback  # noqa: E402
 
 
 def main() -> None:
+    """Run what the arguments name; a failure goes into the agent's error file instead of onto the terminal."""
     del sys.argv[0]
     try:
         if sys.argv[0] == "-m":

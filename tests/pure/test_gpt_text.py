@@ -34,7 +34,7 @@ def test_sizes_count_their_parameters(name: str) -> None:
 def test_named_sizes_are_what_they_say() -> None:
     assert 24e6 < gpt.SIZES["25m"].parameters < 27e6
     assert 95e6 < gpt.SIZES["100m"].parameters < 105e6
-    with pytest.raises(ConfigError, match="'huge'.*tiny, small, 25m, 100m"):
+    with pytest.raises(ConfigError, match=r"'huge'.*tiny, small, 25m, 100m"):
         gpt.config("huge")
     with pytest.raises(ConfigError, match="width 10 is not a multiple of heads 3"):
         gpt.GPTConfig(layers=1, heads=3, width=10, context=8)
@@ -140,7 +140,7 @@ def test_one_file_gives_its_end(tmp_path: Path) -> None:
 
 
 def test_too_little_text_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="held-out text of .* has 50 bytes, fewer than one row of 65"):
+    with pytest.raises(ConfigError, match=r"held-out text of .* has 50 bytes, fewer than one row of 65"):
         open_corpora([folder(tmp_path, [1000])], context=64)
     (tmp_path / "empty").mkdir()
     with pytest.raises(ConfigError, match="has 0 bytes"):
