@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 
 import onecopy
-from onecopy import gpt
+from onecopy import errors, gpt
 from onecopy.errors import ConfigError
 from onecopy.launch import Failure, Outcome, run_ranks
 from onecopy.report.measure import compare_table, human_bytes, human_count, lines, plan_table
@@ -34,7 +34,7 @@ from onecopy.text import Rows, open_corpora
 __all__ = ["Method", "Run", "Settings", "Task", "main", "show_report", "train"]
 
 UNIFORM = math.log(256)  # nats per byte of a model that knows nothing
-_CHECKPOINTS, _TASK, _REPORT, _LOG = "checkpoints", "task.json", "report.json", "log.jsonl"
+_TASK, _REPORT, _LOG = "task.json", "report.json", "log.jsonl"
 _HELD_OUT_ROWS = 256
 _SHOW_EVERY = 5
 
@@ -154,12 +154,16 @@ def train(settings: Settings, ranks: int) -> tuple[Outcome, dict[str, Any]]:
     return outcome, json.loads((Path(settings.run.out) / _REPORT).read_text())
 
 
+def _checkpoints(settings: Settings) -> Path:
+    return Path(settings.run.out) / "checkpoints"
+
+
 def _claim(settings: Settings) -> None:
     """Write down what the output folder is for, or check that it is for this task."""
     path = Path(settings.run.out) / _TASK
     text, _ = open_corpora(settings.task.data, gpt.config(settings.task.model, context=settings.task.context).context)
     ours = {**asdict(settings.task), "data": text.fingerprint}
-    if path.exists():
+    if path.exists() and any(_checkpoints(settings).glob("step*")):
         theirs = json.loads(path.read_text())
         for key, value in ours.items():
             if theirs.get(key) != value:
@@ -196,8 +200,8 @@ def show_report(report: dict[str, Any], console: Console) -> None:
 def _raise_if_bad_input(failure: Failure) -> None:
     for name in failure.classes:
         module, _, cls = name.rpartition(".")
-        if module == onecopy.errors.__name__:
-            raise getattr(onecopy.errors, cls)(failure.message)
+        if module == errors.__name__:
+            raise getattr(errors, cls)(failure.message)
 
 
 class Trainer:
@@ -243,7 +247,7 @@ class Trainer:
     def step(self) -> Tensor:
         """One optimizer step. Returns this rank's mean loss over its micro-batches, a float32 scalar."""
         accumulation = self.engine.plan.batch.accumulation
-        total = torch.zeros((), device=self.engine.device)
+        total: Tensor = torch.zeros((), device=self.engine.device)
         for number in range(accumulation):
             x, y = self.rows.micro_batch(self.consumed, number, self.rank, self.world, self.micro)
             loss = self.engine(x.to(self.engine.device), y.to(self.engine.device))
@@ -251,7 +255,7 @@ class Trainer:
             self.engine.step()
             total += loss.detach()
         self.consumed += self.rows_per_step
-        return total / accumulation
+        return total.div_(accumulation)
 
     @torch.no_grad()
     def validate(self) -> float:
@@ -273,7 +277,7 @@ class Trainer:
 
     def save(self) -> Path:
         """Write a checkpoint, then remove all but the newest. Collective."""
-        folder = Path(self.settings.run.out) / _CHECKPOINTS
+        folder = _checkpoints(self.settings)
         path = self.engine.save(
             folder, tag=f"step{self.engine.global_steps:08d}", client_state={"consumed": self.consumed}
         )
@@ -284,7 +288,7 @@ class Trainer:
 
     def resume(self) -> None:
         """Load the newest complete checkpoint, if there is one. Collective."""
-        folder = Path(self.settings.run.out) / _CHECKPOINTS
+        folder = _checkpoints(self.settings)
         if any(folder.glob("step*")):
             self.consumed = self.engine.load(folder)["consumed"]
             self.resumed_from = self.engine.global_steps
@@ -314,19 +318,21 @@ class Trainer:
             self.console.print(
                 f"all {steps} steps are done already (at step {done}); validating", highlight=False, soft_wrap=True
             )
-        seconds, loss = 0.0, None
+        seconds = 0.0
+        loss: float | None = None
         with RunDisplay(self.console, done, steps) as display:
             for step in range(done + 1, steps + 1):
                 start = time.monotonic()
-                loss = self.step()
+                own = self.step()
                 if step % _SHOW_EVERY == 0 or step in (done + 1, steps):
-                    loss = self.mean(loss)
+                    loss = self.mean(own)
                     self._show(display, step, loss, time.monotonic() - start)
                 seconds += time.monotonic() - start
                 if step % self.settings.run.save_every == 0 and step < steps:
                     self.save()
-                    self._log(step=step, validation=(value := self.validate()))
-                    display.say(f"step {step}: saved, validation loss {value:.3f}")
+                    found = self.validate()
+                    self._log(step=step, validation=found)
+                    display.say(f"step {step}: saved, validation loss {found:.3f}")
         ledgers = self._ledgers() if done < steps else []
         path = self.save() if done < steps else None
         value = self.validate()

@@ -92,8 +92,10 @@ def _check_numbers(plan: Plan) -> None:
         raise PlanError(f"clip to norm {clip.max_norm}; it is a finite number above 0, or None for no clipping")
     if not clip.norm_type > 0:
         raise PlanError(f"norm type {clip.norm_type}; it is a number above 0, or inf for the largest element")
-    if plan.units.prefetch < 0 or plan.units.min_numel < 0:
-        raise PlanError(f"prefetch {plan.units.prefetch} and min_numel {plan.units.min_numel} are counts from 0")
+    for what in ("prefetch", "min_numel", "reduce_ahead"):
+        count = getattr(plan.units, what)
+        if count < 0:
+            raise PlanError(f"units {what} is {count}; it is a count from 0")
     for what, codec in (("dtype", plan.precision.dtype), ("master", plan.precision.master)):
         if codec is not None:
             try:

@@ -91,10 +91,15 @@ class ParamFact:
 
 @dataclass(frozen=True)
 class UnitFact:
-    """Parameters that are gathered together, in the order in which the model registers them."""
+    """Parameters that are gathered together, in the order in which the model registers them.
+
+    ``spans``: modules further on use the unit again (a tied head, parameters of the root module), so it is needed from
+    its first use to the end of the forward pass, and all through backward.
+    """
 
     name: str
     params: tuple[ParamFact, ...]
+    spans: bool = False
 
 
 @dataclass(frozen=True)

@@ -114,11 +114,14 @@ class Units:
 
     ``blocks``: class names of modules that each make a unit (None: found, see :mod:`onecopy.engine.unit`). Neighbours
     smaller than ``min_numel`` elements are merged. ``prefetch``: units gathered ahead of the one in use.
+    ``reduce_ahead``: reductions left in flight while the next unit's gradients are filled in; each costs one more
+    reduce buffer.
     """
 
     blocks: tuple[str, ...] | None = None
     min_numel: int = 1_000_000
     prefetch: int = 1
+    reduce_ahead: int = 0
 
 
 @dataclass(frozen=True)

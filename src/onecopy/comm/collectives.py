@@ -1,0 +1,208 @@
+"""The edges: all-gather and reduce-scatter of one flat buffer, in place, over whichever backend serves it best.
+
+NCCL and its like have good in-place collectives and are called as they are. Gloo's all-gather and reduce-scatter copy
+their input and reduce the whole buffer on every rank; exchanging the pieces point to point moves exactly
+``elements * (n - 1) / n`` each way, and the sum over ranks is then ours to order: by rank, in float32, so that every
+layout that moves the same gradients gets the same bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+__all__ = ["Edge", "Exchange", "Message", "Native", "Pending", "edge_for"]
+
+_KINDS = ("gather", "spread", "reduce")
+_LOW = (torch.bfloat16, torch.float16)
+Sent = Callable[[str, int, torch.dtype], None]
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+class Pending:
+    """A collective under way: ``wait()`` until its result may be read on the current stream."""
+
+    __slots__ = ("_finish", "_keep", "_works")
+
+    def __init__(self, works: list[Any], finish: Callable[[], None] | None = None, keep: Any = None) -> None:
+        self._works = works
+        self._finish = finish
+        # Buffers the collective reads or writes, kept from being freed under it.
+        self._keep = keep
+
+    def wait(self) -> None:
+        """Blocks the caller on gloo, the current stream on an accelerator. Calling it again does nothing."""
+        works, self._works = self._works, []
+        for work in works:
+            work.wait()
+        finish, self._finish = self._finish, None
+        if finish is not None:
+            finish()
+        self._keep = None
+
+
+class Message:
+    """Names what one buffer sends: the kind of op, the buffer's index, and how often it has been sent.
+
+    All ranks count alike, so two ranks that disagree about what they are doing never pair two different things.
+    """
+
+    __slots__ = ("_index", "_kind", "_sent", "kind")
+
+    def __init__(self, kind: str, index: int) -> None:
+        self.kind = kind
+        self._kind = _KINDS.index(kind)
+        self._index = index
+        self._sent = 0
+
+    def tag(self) -> int:
+        """The next message's number, below 2**31."""
+        self._sent += 1
+        return (self._kind << 28) | ((self._index & 0xFFFF) << 12) | (self._sent & 0xFFF)
+
+
+class Edge(Protocol):
+    """How a flat buffer of ``n`` equal pieces changes placement inside a group of ``n`` ranks."""
+
+    staging: bool
+
+    def gather(self, full: torch.Tensor, shard: torch.Tensor, message: Message) -> Pending:
+        """All-gather: ``shard`` of every rank into ``full`` (``shard`` may be this rank's piece of ``full``)."""
+
+    def reduce(self, full: torch.Tensor, out: torch.Tensor, message: Message, add: bool = False) -> Pending:
+        """Reduce-scatter: the sum over ranks of this rank's piece of ``full`` into ``out`` (``add``: on top of it;
+        ``out`` may be that piece itself). ``full`` is not to be read afterwards."""
+
+    def all_reduce(self, tensor: torch.Tensor, kind: str, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> None:
+        """Combine ``tensor`` over the group, in place and at once."""
+
+
+class Native:
+    """The backend's own in-place collectives."""
+
+    staging = False
+
+    def __init__(self, group: dist.ProcessGroup, sent: Sent) -> None:
+        self._group = group
+        self._sent = sent
+
+    def gather(self, full: torch.Tensor, shard: torch.Tensor, message: Message) -> Pending:
+        self._sent(message.kind, shard.numel() * (self._group.size() - 1), shard.dtype)
+        return Pending([_all_gather(full, shard, group=self._group, async_op=True)], keep=(full, shard))
+
+    def reduce(self, full: torch.Tensor, out: torch.Tensor, message: Message, add: bool = False) -> Pending:
+        index, count = self._group.rank(), self._group.size()
+        self._sent(message.kind, full.numel() // count * (count - 1), full.dtype)
+        own = full.view(count, -1)[index]
+        direct = not add and out.dtype == full.dtype
+        target = out if direct else own
+        work = _reduce_scatter(target, full, group=self._group, async_op=True)
+
+        def finish() -> None:
+            if add:
+                out.add_(own)
+            elif not direct:
+                out.copy_(own)
+
+        return Pending([work], finish, keep=(full, out))
+
+    def all_reduce(self, tensor: torch.Tensor, kind: str, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> None:
+        _all_reduce(self._group, self._sent, tensor, kind, op)
+
+
+class Exchange:
+    """Pieces sent point to point over gloo. Tensors on an accelerator are staged through host memory."""
+
+    staging = True
+
+    def __init__(self, group: dist.ProcessGroup, sent: Sent) -> None:
+        self._group = group
+        self._sent = sent
+        self._index = group.rank()
+        self._peers = [peer for peer in range(group.size()) if peer != self._index]
+
+    def gather(self, full: torch.Tensor, shard: torch.Tensor, message: Message) -> Pending:
+        tag = message.tag()
+        self._sent(message.kind, shard.numel() * len(self._peers), shard.dtype)
+        pieces = full.view(len(self._peers) + 1, -1)
+        own = pieces[self._index]
+        if own.data_ptr() != shard.data_ptr():
+            own.copy_(shard)
+        if full.device.type != "cpu":
+            return self._staged_gather(pieces, shard, tag)
+        works = [self._group.recv([pieces[peer]], peer, tag) for peer in self._peers]
+        works += [self._group.send([own], peer, tag) for peer in self._peers]
+        return Pending(works, keep=full)
+
+    def reduce(self, full: torch.Tensor, out: torch.Tensor, message: Message, add: bool = False) -> Pending:
+        tag = message.tag()
+        source = full if full.device.type == "cpu" else full.cpu()
+        pieces = source.view(len(self._peers) + 1, -1)
+        self._sent(message.kind, pieces.shape[1] * len(self._peers), full.dtype)
+        arrived = torch.empty((len(self._peers), pieces.shape[1]), dtype=full.dtype)
+        works = [self._group.recv([arrived[at]], peer, tag) for at, peer in enumerate(self._peers)]
+        works += [self._group.send([pieces[peer]], peer, tag) for peer in self._peers]
+
+        def finish() -> None:
+            terms = [arrived[at] for at in range(len(self._peers))]
+            terms.insert(self._index, pieces[self._index])
+            _sum_into(out, [term.to(out.device) for term in terms], add)
+
+        return Pending(works, finish, keep=(full, source, arrived, out))
+
+    def all_reduce(self, tensor: torch.Tensor, kind: str, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> None:
+        _all_reduce(self._group, self._sent, tensor, kind, op)
+
+    def _staged_gather(self, pieces: torch.Tensor, shard: torch.Tensor, tag: int) -> Pending:
+        sent = shard.cpu()
+        arrived = {peer: torch.empty(shard.shape, dtype=shard.dtype) for peer in self._peers}
+        works = [self._group.recv([arrived[peer]], peer, tag) for peer in self._peers]
+        works += [self._group.send([sent], peer, tag) for peer in self._peers]
+
+        def finish() -> None:
+            for peer, piece in arrived.items():
+                pieces[peer].copy_(piece)
+
+        return Pending(works, finish, keep=(pieces, sent, arrived))
+
+
+def _sum_into(out: torch.Tensor, terms: list[torch.Tensor], add: bool) -> None:
+    """``out (+)= sum(terms)`` in the order of ``terms``; low-precision terms are added in float32 and rounded once.
+
+    ``out`` may be one of ``terms`` when ``add`` is False.
+    """
+    if add:
+        for term in terms:
+            out.add_(term)
+    elif len(terms) == 2 and out.dtype == terms[0].dtype:
+        torch.add(terms[0], terms[1], out=out)  # the kernel adds in float32 and rounds once
+    elif out.dtype in _LOW or any(term is out or term.data_ptr() == out.data_ptr() for term in terms[1:]):
+        total = terms[0].to(torch.float32, copy=True) if out.dtype in _LOW else terms[0].clone()
+        for term in terms[1:]:
+            total.add_(term)
+        out.copy_(total)
+    else:
+        if terms[0].data_ptr() != out.data_ptr():
+            out.copy_(terms[0])
+        for term in terms[1:]:
+            out.add_(term)
+
+
+def _all_reduce(group: dist.ProcessGroup, sent: Sent, tensor: torch.Tensor, kind: str, op: dist.ReduceOp.RedOpType) -> None:
+    # Ring or tree, an all-reduce sends each element about twice.
+    sent(kind, 2 * tensor.numel() * (group.size() - 1) // group.size(), tensor.dtype)
+    dist.all_reduce(tensor, op=op, group=group)
+
+
+def edge_for(group: dist.ProcessGroup | None, sent: Sent) -> Edge | None:
+    """The edge for ``group``: point-to-point exchange on gloo, the backend's collectives otherwise.
+
+    ``sent(kind, elements, dtype)`` is called with what this rank puts on the wire.
+    """
+    if group is None:
+        return None
+    return Exchange(group, sent) if dist.get_backend(group) == "gloo" else Native(group, sent)

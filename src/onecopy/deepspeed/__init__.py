@@ -1,0 +1,134 @@
+"""DeepSpeed's names and signatures on top of onecopy: ``import onecopy.deepspeed as deepspeed`` is a migration.
+
+What differs from DeepSpeed, and which keys of its JSON do what, is in ``docs/deepspeed.md`` and
+``docs/configuration.md``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+import onecopy
+from onecopy import schedules as lr_schedules
+from onecopy.comm.groups import world_size
+from onecopy.deepspeed import comm, utils, zero
+from onecopy.deepspeed.comm import init_distributed
+from onecopy.deepspeed.data import make_dataloader
+from onecopy.deepspeed.engine import DeepSpeedEngine, Settings
+from onecopy.errors import ConfigError
+from onecopy.plan.config import DEEPSPEED, load_config, read_config
+from onecopy.plan.plan import Plan
+from onecopy.recipes import build_optimizer
+
+__all__ = [
+    "DeepSpeedEngine", "add_config_arguments", "comm", "init_distributed", "initialize", "lr_schedules", "utils",
+    "zero",
+]  # fmt: skip
+
+_logger = logging.getLogger("onecopy")
+ConfigSource = str | os.PathLike[str] | Mapping[str, Any]
+
+
+def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Add ``--deepspeed`` (a flag for the script's own use) and ``--deepspeed_config`` to ``parser``."""
+    group = parser.add_argument_group("DeepSpeed", "configuration")
+    group.add_argument("--deepspeed", action="store_true", help="a flag for the script's own use")
+    group.add_argument("--deepspeed_config", type=str, default=None, help="path of the JSON configuration")
+    return parser
+
+
+def initialize(
+    args: Any = None,
+    model: nn.Module | None = None,
+    optimizer: torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer] | None = None,
+    model_parameters: Iterable[Any] | None = None,
+    training_data: Any = None,
+    lr_scheduler: Any = None,
+    distributed_port: int | None = None,
+    mpu: Any = None,
+    dist_init_required: bool | None = None,
+    collate_fn: Callable[..., Any] | None = None,
+    config: ConfigSource | None = None,
+    mesh_param: Any = None,
+    config_params: ConfigSource | None = None,
+) -> tuple[DeepSpeedEngine, torch.optim.Optimizer | None, DataLoader[Any] | None, Any]:
+    """``(engine, optimizer, dataloader, lr_scheduler)`` for ``model`` under a DeepSpeed configuration.
+
+    The configuration is ``config``, ``config_params`` or ``args.deepspeed_config``. An ``optimizer`` given here (an
+    object, or a function of the parameters) takes the place of the configuration's; a scheduler in the configuration
+    takes the place of ``lr_scheduler`` (an object, or a function of the optimizer), and either is said in the log.
+    With neither optimizer the engine runs forward only. ``model_parameters`` are the parameters or groups for the
+    configuration's optimizer. ``training_data``: a dataset, to be split over the ranks in micro-batches.
+    """
+    if model is None:
+        raise ConfigError("initialize needs a model: initialize(model=..., config=...)")
+    for name, value in (("mpu", mpu), ("mesh_param", mesh_param)):
+        if value is not None:
+            raise ConfigError(f"initialize({name}=...) is not supported in this version: every rank is data-parallel")
+    if dist_init_required is False or int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
+    given = read_config(_source(args, config, config_params))
+    ranks = world_size()
+    plan = load_config(given, ranks, defaults=DEEPSPEED)
+    plan, make_optimizer, scheduler = _choices(plan, optimizer, model_parameters, lr_scheduler)
+    rank = torch.distributed.get_rank() if ranks > 1 else 0
+    loader = None
+    if training_data is not None:
+        loader = make_dataloader(
+            training_data,
+            micro=plan.batch.micro,
+            rank=rank,
+            world=ranks,
+            collate_fn=collate_fn,
+            drop_last=bool(given.get("dataloader_drop_last", False)),
+        )
+    engine = onecopy.initialize(
+        model, plan, optimizer=make_optimizer, scheduler=scheduler, engine_class=DeepSpeedEngine
+    )
+    if rank == 0 and engine.plan.notes:
+        _logger.warning("configuration keys without effect here:\n%s", "\n".join(engine.plan.notes))
+    section = given.get("zero_optimization") or {}
+    engine.settings = Settings(given, int(section.get("stage", 0)), ranks, rank)
+    return engine, engine.optimizer, loader, engine.lr_scheduler
+
+
+def _source(args: Any, config: ConfigSource | None, config_params: ConfigSource | None) -> ConfigSource:
+    """The one configuration among the three places it may be given in."""
+    of_args = args.get("deepspeed_config") if isinstance(args, Mapping) else getattr(args, "deepspeed_config", None)
+    given = {"config": config, "config_params": config_params, "args.deepspeed_config": of_args}
+    given = {name: source for name, source in given.items() if source is not None}
+    if not given:
+        raise ConfigError("no configuration: pass config=<dict or path>, or --deepspeed_config on the command line")
+    if len(given) > 1:
+        raise ConfigError(f"the configuration is given {len(given)} times, as {' and '.join(given)}; keep one")
+    return next(iter(given.values()))
+
+
+def _choices(
+    plan: Plan, optimizer: Any, model_parameters: Iterable[Any] | None, lr_scheduler: Any
+) -> tuple[Plan, Any, Any]:
+    """Plan, optimizer and scheduler for the engine where both the configuration and the caller may name one."""
+    notes = []
+    if optimizer is not None and plan.optimizer is not None:
+        notes.append("optimizer of the configuration is not used: an optimizer was passed to initialize")
+        plan = plan.with_(optimizer=None)
+    if lr_scheduler is not None and plan.scheduler is not None:
+        notes.append("lr_scheduler passed to initialize is not used: the configuration has a scheduler")
+        lr_scheduler = None
+    recipe = plan.optimizer
+    if optimizer is None and recipe is not None and model_parameters is not None:
+        params = list(model_parameters)
+        optimizer = lambda _: build_optimizer(recipe, params)  # noqa: E731 - the groups are the caller's
+    if optimizer is None and recipe is None and (plan.scheduler is not None or lr_scheduler is not None):
+        raise ConfigError("there is a scheduler but no optimizer; name one in the configuration or pass one")
+    if notes:
+        plan = plan.with_(notes=(*plan.notes, *notes))
+    return plan, optimizer, lr_scheduler

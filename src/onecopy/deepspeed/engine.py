@@ -1,0 +1,154 @@
+"""``DeepSpeedEngine``: the engine under DeepSpeed's method names."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from onecopy.deepspeed.comm import get_local_rank
+from onecopy.engine.engine import Engine
+from onecopy.errors import ConfigError
+
+__all__ = ["DeepSpeedEngine", "Settings"]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What DeepSpeed's names ask of the configuration. ``config`` is the dict itself, as the user gave it."""
+
+    config: dict[str, Any]
+    stage: int
+    world: int
+    rank: int
+
+
+class DeepSpeedEngine(Engine):
+    """An :class:`~onecopy.engine.engine.Engine` that also answers to DeepSpeed's names.
+
+    Whatever is neither an engine's nor a DeepSpeed name is looked up in the module, so ``engine.generate(...)`` is the
+    model's own method.
+    """
+
+    settings: Settings
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name in ("module", "settings"):  # not there yet, or no engine at all
+                raise
+            return getattr(self.module, name)
+
+    # training ----------------------------------------------------------------------------------------------------
+
+    def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
+        """Backward of this micro-batch; returns the loss as it counts in the step, divided by the accumulation steps.
+
+        ``scale_wrt_gas=False``: ``loss`` is divided already.
+        """
+        steps = self.plan.batch.accumulation
+        counted = loss / steps if scale_wrt_gas else loss
+        # The engine divides gradients by the accumulation count, so a loss that is divided already is multiplied first.
+        super().backward(loss if scale_wrt_gas else loss * steps, retain_graph=retain_graph)
+        return counted.detach()
+
+    def get_global_grad_norm(self) -> float | None:
+        """Global norm of the gradients of the last step before clipping; None before the first."""
+        return self.grad_norm
+
+    def set_gradient_accumulation_boundary(self, is_boundary: bool | None) -> None:
+        """Say whether the current micro-batch ends in an optimizer step; None lets the engine count again."""
+        self.set_boundary(is_boundary)
+
+    def is_gradient_accumulation_boundary(self) -> bool:
+        """Will the current micro-batch end in an optimizer step?"""
+        return self.is_boundary()
+
+    def get_lr(self) -> list[float]:
+        """Learning rates, one per parameter group."""
+        return self.lr()
+
+    @property
+    def lr_scheduler(self) -> Any:
+        """The learning-rate scheduler; may be set, also to None."""
+        return self.scheduler
+
+    @lr_scheduler.setter
+    def lr_scheduler(self, scheduler: Any) -> None:
+        self._core.scheduler = scheduler
+
+    # configuration -----------------------------------------------------------------------------------------------
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The DeepSpeed configuration as it was given."""
+        return self.settings.config
+
+    def train_batch_size(self) -> int:
+        """Samples per optimizer step over all ranks."""
+        return self.train_micro_batch_size_per_gpu() * self.plan.batch.accumulation * self.settings.world
+
+    def train_micro_batch_size_per_gpu(self) -> int:
+        """Samples per micro-batch and rank. Raises :class:`ConfigError` when the configuration does not say it."""
+        micro = self.plan.batch.micro
+        if micro is None:
+            raise ConfigError("the configuration has neither train_micro_batch_size_per_gpu nor train_batch_size")
+        return micro
+
+    def gradient_accumulation_steps(self) -> int:
+        """Micro-batches per optimizer step."""
+        return self.plan.batch.accumulation
+
+    def gradient_clipping(self) -> float:
+        """Largest global norm; 0 when gradients are not clipped."""
+        return self.plan.clip.max_norm or 0.0
+
+    def zero_optimization_stage(self) -> int:
+        """``zero_optimization.stage`` of the configuration."""
+        return self.settings.stage
+
+    def fp16_enabled(self) -> bool:
+        """Is float16 the compute dtype?"""
+        return self.plan.precision.dtype == "float16"
+
+    def bfloat16_enabled(self) -> bool:
+        """Is bfloat16 the compute dtype?"""
+        return self.plan.precision.dtype == "bfloat16"
+
+    @property
+    def local_rank(self) -> int:
+        """This process's number on its machine."""
+        return get_local_rank()
+
+    @property
+    def global_rank(self) -> int:
+        """This process's number among all."""
+        return self.settings.rank
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return self.settings.world
+
+    @property
+    def dp_world_size(self) -> int:
+        """Number of data-parallel ranks, which is all of them."""
+        return self.settings.world
+
+    # checkpoints -------------------------------------------------------------------------------------------------
+
+    def save_checkpoint(
+        self,
+        save_dir: str,
+        tag: str | None = None,
+        client_state: dict[str, Any] | None = None,
+        save_latest: bool = True,
+    ) -> bool:
+        """Save everything under ``save_dir/tag`` (tag: ``global_step<N>`` by default); every rank must call it."""
+        raise NotImplementedError
+
+    def destroy(self) -> None:
+        """Give the model back as plain torch and free what the engine holds."""
+        self.close()

@@ -1,0 +1,268 @@
+"""``initialize``: from a model and a plan to an engine, one unit at a time, the same on every rank or an error on all."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from onecopy.comm.collectives import Edge, edge_for
+from onecopy.comm.groups import Ranks, ensure_process_group, form_groups, world_size
+from onecopy.engine.deferred import materialise_meta, whole_values
+from onecopy.engine.gathering import Gathering
+from onecopy.engine.gradients import Gradients
+from onecopy.engine.hooks import Hooks
+from onecopy.engine.ledger import Ledger
+from onecopy.engine.rounds import Rounds
+from onecopy.engine.run import Run, UnitRun
+from onecopy.engine.step import Stepper
+from onecopy.engine.unit import UnitModules, find_units, named_parameters
+from onecopy.engine.weights import Weights
+from onecopy.errors import OneCopyError, PlanError, RankMismatchError
+from onecopy.optim import Factory, Tiles, build, probe
+from onecopy.plan.check import check
+from onecopy.plan.layout import UnitFact
+from onecopy.plan.plan import Plan
+from onecopy.recipes import build_optimizer, build_scheduler
+from onecopy.schedule.lower import Facts, Schedule, lower
+from onecopy.tiers.memory import DeviceMemory
+
+__all__ = ["Core", "build_core", "default_device"]
+
+SchedulerFactory = Callable[[Optimizer], LRScheduler]
+
+
+@dataclass
+class Core:
+    """Everything an engine runs on, made once by :func:`build_core`."""
+
+    plan: Plan
+    schedule: Schedule
+    ranks: Ranks
+    memory: DeviceMemory
+    ledger: Ledger
+    run: Run
+    gathering: Gathering
+    rounds: Rounds
+    hooks: Hooks
+    optimizer: Optimizer | None
+    scheduler: LRScheduler | None
+    tiles: Tiles | None
+    stepper: Stepper | None
+    names: dict[nn.Parameter, list[str]]
+
+
+def default_device() -> torch.device:
+    """This rank's accelerator, by ``LOCAL_RANK``; the CPU where there is none."""
+    if torch.accelerator.is_available():
+        kind = torch.accelerator.current_accelerator()
+        assert kind is not None
+        index = int(os.environ.get("LOCAL_RANK", "0"))
+        torch.accelerator.set_device_index(index)
+        return torch.device(kind.type, index)
+    return torch.device("cpu")
+
+
+def build_core(
+    model: nn.Module,
+    plan: Plan,
+    optimizer: Optimizer | Factory | None,
+    scheduler: LRScheduler | SchedulerFactory | None,
+    device: torch.device,
+) -> Core:
+    """Shard ``model`` by ``plan`` and attach to it. Nothing of the model changes before every check has passed."""
+    ensure_process_group(device)
+    world = world_size()
+    names = named_parameters(model)
+    units = find_units(model, plan.units)
+    dtype = getattr(torch, plan.precision.dtype) if plan.precision.dtype else None
+    facts = tuple(unit.fact(names, dtype) for unit in units)
+    _agree(plan, facts, world)
+    made = _together(lambda: _make_optimizer(model, plan, optimizer, facts, world), world)
+    facts = facts if made is not None else tuple(_forward_only(unit) for unit in facts)
+    moments = _together(lambda: probe(made, device) if made is not None else (), world)
+    mesh = plan.mesh(world)
+    ranks = form_groups(mesh, device)
+    memory, ledger = DeviceMemory(device), Ledger()
+    gather, reduce, across = (edge_for(group, ledger.sent) for group in (ranks.gather, ranks.reduce, ranks.across))
+    staging = reduce is not None and reduce.staging
+    schedule = lower(plan, Facts(facts, mesh, moments, staging))
+
+    if any(param.device.type == "meta" for param in names) and _everywhere_meta(names, world):
+        materialise_meta(model, device, names)
+    runs = _make_units(schedule, units, names, ranks.piece, (gather, reduce), memory)
+    run = Run(schedule, runs, across)
+    gathering = Gathering(run, plan.units.prefetch)
+    _adopt(run, gathering, world)
+    _adopt_buffers(model, device, dtype, world)
+    rounds = Rounds(run, gathering, plan.units.reduce_ahead)
+    hooks = Hooks(model, run, gathering, rounds, dtype if plan.precision.cast_inputs else None)
+
+    tiles = stepper = ticker = None
+    if made is not None:
+        tiles = Tiles(made, [weights for unit in runs for weights in unit.weights if weights.spec.trainable])
+        everybody = edge_for(dist.group.WORLD, ledger.sent) if world > 1 else None
+        stepper = Stepper(run, tiles, ranks, everybody, memory, plan.clip)
+        ticker = _make_scheduler(made, scheduler, plan)
+    core = Core(
+        plan, schedule, ranks, memory, ledger, run, gathering, rounds, hooks, made, ticker, tiles, stepper, names
+    )
+    for unit in runs:
+        for weights in unit.weights:
+            weights.core = weakref.ref(core)
+    return core
+
+
+# Checks
+
+
+def _together(make: Callable[[], object], world: int) -> object:  # type: ignore[misc]
+    """``make()``, or its error on every rank when it fails on any."""
+    problem: Exception | None = None
+    result: object = None
+    try:
+        result = make()
+    except (OneCopyError, TypeError, ValueError, RuntimeError) as error:
+        problem = error
+    if world > 1:
+        told: list[str | None] = [None] * world
+        dist.all_gather_object(told, None if problem is None else f"{type(problem).__name__}: {problem}")
+        first = next(((rank, text) for rank, text in enumerate(told) if text is not None), None)
+        if problem is None and first is not None:
+            raise RankMismatchError(f"rank {first[0]} failed: {first[1]}")
+    if problem is not None:
+        raise problem
+    return result
+
+
+def _agree(plan: Plan, facts: tuple[UnitFact, ...], world: int) -> None:
+    """Check the plan, and that all ranks were given the same plan and model."""
+    _together(lambda: check(plan, facts, world), world)
+    if world == 1:
+        return
+    mine = {"plan": repr(plan), **{param.name: repr(param) for unit in facts for param in unit.params}}
+    digest = hashlib.sha256(repr((plan, facts)).encode()).hexdigest()
+    digests: list[str] = [""] * world
+    dist.all_gather_object(digests, digest)
+    if len(set(digests)) == 1:
+        return
+    everyone: list[dict[str, str]] = [{} for _ in range(world)]
+    dist.all_gather_object(everyone, mine)
+    for rank, theirs in enumerate(everyone):
+        for key in [*everyone[0], *theirs]:
+            if everyone[0].get(key) != theirs.get(key):
+                what = "plan" if key == "plan" else f"parameter {key!r}"
+                raise RankMismatchError(
+                    f"ranks disagree about the {what}: rank 0 has {everyone[0].get(key, 'none')}, rank {rank} has "
+                    f"{theirs.get(key, 'none')}; give every rank the same model and plan"
+                )
+    raise RankMismatchError("ranks group the model's parameters differently; give every rank the same model")
+
+
+def _everywhere_meta(names: dict[nn.Parameter, list[str]], world: int) -> bool:
+    """True when no rank has real values; False when rank 0 has all of them. Anything else is an error on all ranks."""
+    meta = sum(param.device.type == "meta" for param in names)
+    counts = [meta]
+    if world > 1:
+        counts = [0] * world
+        dist.all_gather_object(counts, meta)
+    if counts[0] == 0:
+        return False
+    if all(count == counts[0] for count in counts):
+        return True
+    raise RankMismatchError(
+        f"parameters on the meta device per rank: {counts}. Build the model on meta everywhere, or load it on rank 0"
+    )
+
+
+def _forward_only(unit: UnitFact) -> UnitFact:
+    """Without an optimizer nothing is trained: no gradient, no master weights."""
+    frozen = tuple(param.__class__(param.names, param.shape, param.dtype, trainable=False) for param in unit.params)
+    return UnitFact(unit.name, frozen, unit.spans)
+
+
+def _make_optimizer(
+    model: nn.Module, plan: Plan, optimizer: Optimizer | Factory | None, facts: tuple[UnitFact, ...], world: int
+) -> Optimizer | None:
+    if not any(param.trainable and param.shape is not None for unit in facts for param in unit.params):
+        if optimizer is not None and not isinstance(optimizer, Optimizer):
+            raise PlanError("an optimizer was given but no parameter of the model requires a gradient")
+        return None
+    if optimizer is not None:
+        return build(optimizer, model)
+    if plan.optimizer is not None:
+        recipe = plan.optimizer
+        return build(lambda params: build_optimizer(recipe, params), model)
+    return None
+
+
+def _make_scheduler(
+    optimizer: Optimizer, scheduler: LRScheduler | SchedulerFactory | None, plan: Plan
+) -> LRScheduler | None:
+    if scheduler is None and plan.scheduler is not None:
+        return build_scheduler(plan.scheduler, optimizer)
+    if scheduler is None or hasattr(scheduler, "step"):
+        return scheduler  # type: ignore[return-value]
+    return scheduler(optimizer)  # type: ignore[operator]
+
+
+# Construction
+
+
+def _make_units(
+    schedule: Schedule,
+    units: list[UnitModules],
+    names: dict[nn.Parameter, list[str]],
+    piece: int,
+    edges: tuple[Edge | None, Edge | None],
+    memory: DeviceMemory,
+) -> list[UnitRun]:
+    by_name = {known[0]: param for param, known in names.items()}
+    place = {buffer: index for index, buffer in enumerate(schedule.buffers)}
+    runs = []
+    for unit in units:
+        run = UnitRun(unit.name, unit.entries)
+        for buffer in schedule.of(unit.name):
+            params = [by_name[slot.param.name] for slot in buffer.layout.slots]
+            run.weights.append(Weights(buffer, params, piece, edges[0], memory, place[buffer]))
+            if buffer.trainable:
+                run.gradients.append(Gradients(buffer, piece, edges[1], memory, place[buffer]))
+        run.trainable = sum(len(gradients.used) for gradients in run.gradients)
+        run.expected_uses = len(run.entries)
+        run.waits_for_input = any(not weights.spec.trainable and weights.cut for weights in run.weights)
+        runs.append(run)
+    return runs
+
+
+def _adopt(run: Run, gathering: Gathering, world: int) -> None:
+    """Unit by unit, rank 0's values become everybody's and go to where the plan keeps them."""
+
+    def agree(whole: torch.Tensor) -> None:
+        if world > 1:
+            dist.broadcast(whole.view(torch.uint8), 0)
+
+    for unit in run.units:
+        for weights in unit.weights:
+            weights.adopt(whole_values, agree, gathering.demand)
+
+
+def _adopt_buffers(model: nn.Module, device: torch.device, dtype: torch.dtype | None, world: int) -> None:
+    """Rank 0's module buffers become everybody's, on ``device``, floating-point ones in the compute dtype."""
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            cast = dtype if dtype is not None and buffer.is_floating_point() else buffer.dtype
+            moved = torch.empty_like(buffer, device=device, dtype=cast) if buffer.device.type == "meta" else None
+            moved = buffer.to(device=device, dtype=cast) if moved is None else moved
+            if world > 1 and moved.numel():
+                flat = moved.contiguous().reshape(-1)
+                dist.broadcast(flat.view(torch.uint8), 0)
+                moved = flat.view(moved.shape)
+            module._buffers[name] = moved

@@ -1,0 +1,157 @@
+"""Construction without the memory: parameters that are born sharded, and models on the meta device.
+
+Inside :func:`deferred` every parameter is cut as soon as a module registers it. Initialisers then run on the sharded
+parameter (see :mod:`onecopy.engine.parameter`) and give the bits they give on the whole tensor; at most one parameter is
+whole at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from onecopy.comm.groups import ensure_process_group, world_size
+from onecopy.engine.parameter import HOME, hide, home_of
+from onecopy.errors import EngineError
+
+__all__ = ["BornHome", "deferred", "materialise_meta", "whole_values"]
+
+
+class BornHome:
+    """Home of a parameter that is sharded before an engine exists: equal pieces over all ranks."""
+
+    def __init__(self, param: nn.Parameter, name: str, device: torch.device) -> None:
+        self.name = name
+        self.shape = param.shape
+        self.present = False
+        rank, world = (dist.get_rank(), world_size()) if world_size() > 1 else (0, 1)
+        self.piece = -(-param.numel() // world)
+        self.start = min(rank * self.piece, param.numel())
+        stop = min(self.start + self.piece, param.numel())
+        self.shard = torch.zeros(stop - self.start, dtype=param.dtype, device=device)
+        if param.device.type != "meta":
+            self.shard.copy_(param.detach().reshape(-1)[self.start : stop])
+
+    def local(self) -> tuple[torch.Tensor, int]:
+        return self.shard, self.start
+
+    def written(self) -> None:
+        """Nothing is derived from the shard yet."""
+
+    def demand(self) -> bool:
+        return False
+
+    def whole(self) -> torch.Tensor:
+        """The full values; collective over all ranks."""
+        world = world_size()
+        if world == 1:
+            return self.shard.view(self.shape)
+        mine = torch.zeros(self.piece, dtype=self.shard.dtype, device=self.shard.device)
+        mine[: self.shard.numel()].copy_(self.shard)
+        parts = [torch.empty_like(mine).view(torch.uint8) for _ in range(world)]
+        dist.all_gather(parts, mine.view(torch.uint8))
+        flat = torch.cat([part.view(mine.dtype) for part in parts])
+        return flat[: self.shape.numel()].view(self.shape)
+
+
+def _cut(param: nn.Parameter, name: str, device: torch.device) -> None:
+    """Keep this rank's piece of ``param`` and free the rest; the object stays."""
+    if home_of(param) is not None or param.numel() == 0:
+        return
+    home = BornHome(param, name, device)
+    hollow = torch.empty(param.shape, dtype=param.dtype, device=device)
+    hollow.untyped_storage().resize_(0)
+    if param.device.type == "meta":
+        _replace_meta(param, hollow)
+    else:
+        param.data = hollow
+    param.__dict__[HOME] = home
+    hide(param)
+
+
+def _replace_meta(param: nn.Parameter, hollow: torch.Tensor) -> None:
+    """A meta tensor's data cannot be set: exchange the implementation below the object."""
+    torch.utils.swap_tensors(param, nn.Parameter(hollow, requires_grad=param.requires_grad))
+
+
+@contextmanager
+def deferred(device: torch.device | str | None = None) -> Iterator[None]:
+    """Modules built inside keep only this rank's share of every parameter, initialised as the whole model would be.
+
+    Collective when several ranks run. All ranks draw from rank 0's random state inside; a rank whose state differed on
+    entry gets it back on exit. ``device``: where the shards are kept (default: where the module puts them). On one rank
+    it does nothing. Raises :class:`EngineError` when ranks are expected but cannot meet.
+    """
+    ensure_process_group(torch.device(device) if device is not None else torch.device("cpu"))
+    if world_size() == 1:
+        yield
+        return
+    own = torch.get_rng_state()
+    shared = own.clone()
+    dist.broadcast(shared, 0)
+    torch.set_rng_state(shared)
+    register = nn.Module.register_parameter
+
+    def register_and_cut(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        register(module, name, param)
+        if param is not None:
+            where = torch.device(device) if device is not None else param.device
+            _cut(param, f"{type(module).__name__}.{name}", where if where.type != "meta" else torch.device("cpu"))
+
+    nn.Module.register_parameter = register_and_cut  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = register  # type: ignore[method-assign]
+        if not torch.equal(own, shared):
+            torch.set_rng_state(own)
+
+
+def materialise_meta(model: nn.Module, device: torch.device, names: dict[nn.Parameter, list[str]]) -> None:
+    """Give a model on the meta device real, sharded, initialised parameters.
+
+    Each module's ``reset_parameters`` runs in the order in which the modules were built. Raises :class:`EngineError`
+    for modules with parameters or buffers on meta and no such method.
+    """
+    lacking = [
+        name
+        for name, module in model.named_modules()
+        if _has_meta(module) and not callable(getattr(module, "reset_parameters", None))
+    ]
+    if lacking:
+        raise EngineError(
+            f"modules {lacking[:5]} have parameters or buffers on the meta device and no reset_parameters() to "
+            "initialise them; add one, build the model inside onecopy.deferred(), or load it on rank 0"
+        )
+    for param, known in names.items():
+        if param.device.type == "meta":
+            _cut(param, known[0], device)
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            if buffer.device.type == "meta":
+                setattr(module, name, torch.empty_like(buffer, device=device))
+    with torch.no_grad():
+        for module in model.modules():
+            reset: Any = getattr(module, "reset_parameters", None)
+            if callable(reset) and any(home_of(param) for param in module.parameters(recurse=False)):
+                reset()
+
+
+def _has_meta(module: nn.Module) -> bool:
+    own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+    return any(tensor.device.type == "meta" for tensor in own)
+
+
+def whole_values(param: nn.Parameter) -> torch.Tensor | None:
+    """All values of a parameter wherever it is: here, spread over the ranks (collective), or on rank 0 only (None)."""
+    home = home_of(param)
+    if isinstance(home, BornHome):
+        return home.whole()
+    if home is not None:
+        raise EngineError(f"parameter {home.name!r} belongs to another engine; close() that one first")
+    return None if param.device.type == "meta" else param.detach()

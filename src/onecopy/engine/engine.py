@@ -1,0 +1,228 @@
+"""The engine as its user meets it: call it, backward, step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from onecopy.engine.build import Core
+from onecopy.engine.precision import LossScaler
+from onecopy.engine.step import raise_at_floor
+from onecopy.errors import EngineError
+from onecopy.plan.plan import Plan
+from onecopy.schedule.predict import predict
+
+__all__ = ["Engine"]
+
+_RESIDENT = ("parameter", "gradient", "master", "moments")
+
+
+class Engine(nn.Module):
+    """A sharded model with its optimizer, made by :func:`onecopy.initialize`.
+
+    ``engine(...)`` is the model's forward; ``loss.backward()`` and ``engine.backward(loss)`` are the same;
+    ``engine.step()`` ends a micro-batch and steps the optimizer when the window of ``plan.batch.accumulation``
+    micro-batches is full.
+
+    ==============  ==================================================================================
+    global_steps    windows that were completed, skipped ones included
+    skipped_steps   windows whose gradients were not finite: no weight, moment or schedule moved
+    micro_steps     ``step()`` calls
+    grad_norm       global norm of the last window's gradients before clipping; None before the first
+    ==============  ==================================================================================
+    """
+
+    def __init__(self, module: nn.Module, core: Core) -> None:
+        super().__init__()
+        self.module = module
+        self._core = core
+        self._scaler = LossScaler(core.plan.precision.loss_scale)
+        self.global_steps = 0
+        self.skipped_steps = 0
+        self.micro_steps = 0
+        self.grad_norm: float | None = None
+        self._forced_boundary: bool | None = None
+        self._measured: dict[str, Any] = {}
+        plan, world = core.plan, core.ranks.mesh.world
+        shares = plan.batch.accumulation if plan.batch.divide else 1
+        core.hooks.gradient_scale = 1.0 / (world * shares)
+        core.hooks.scales = plan.precision.loss_scale is not None and core.optimizer is not None
+        core.hooks.output_scale = lambda scaler=self._scaler: scaler.scale  # type: ignore[misc]
+        core.rounds.boundary = _Boundary(self)
+
+    # What it is
+
+    @property
+    def plan(self) -> Plan:
+        return self._core.plan
+
+    @property
+    def optimizer(self) -> Optimizer | None:
+        """The user's optimizer, its groups as given, over this rank's pieces of the parameters."""
+        return self._core.optimizer
+
+    @property
+    def scheduler(self) -> LRScheduler | None:
+        return self._core.scheduler
+
+    @property
+    def device(self) -> torch.device:
+        return self._core.ranks.device
+
+    @property
+    def loss_scale(self) -> float:
+        """What gradients are multiplied with on their way in; 1.0 unless the plan scales the loss."""
+        return self._scaler.scale
+
+    def lr(self) -> list[float]:
+        """The learning rate of every group, as the user gave them."""
+        return [float(group["lr"]) for group in self._optimizer().param_groups]
+
+    # A step
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module(*args, **kwargs)
+
+    def backward(self, loss: torch.Tensor, **options: Any) -> torch.Tensor:
+        """``loss.backward()``; returns ``loss``. Raises :class:`EngineError` without an optimizer."""
+        self._optimizer()
+        loss.backward(**options)
+        return loss
+
+    def is_boundary(self) -> bool:
+        """Will the current micro-batch end in an optimizer step?"""
+        if self._forced_boundary is not None:
+            return self._forced_boundary
+        return (self.micro_steps + 1) % self.plan.batch.accumulation == 0
+
+    def set_boundary(self, boundary: bool | None) -> None:
+        """Say whether the current micro-batch ends in a step; None counts micro-batches again. All ranks alike."""
+        self._forced_boundary = boundary
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backward passes inside add up on this rank and are reduced by the next one outside.
+
+        Plans that keep gradients cut hold them whole meanwhile: memory for fewer collectives.
+        """
+        rounds = self._core.rounds
+        before, rounds.sync = rounds.sync, False
+        try:
+            yield
+        finally:
+            rounds.sync = before
+
+    def step(self) -> bool:
+        """End a micro-batch; at the window's end clip, step the optimizer, tick the schedule and drop the gradients.
+
+        Returns True when weights moved. Raises :class:`EngineError` when no rank had a backward pass in the window, and
+        when gradients overflow at the smallest loss scale.
+        """
+        self._optimizer()
+        core, boundary = self._core, self.is_boundary()
+        self._check_order()
+        if boundary or core.rounds.must_meet():
+            core.rounds.complete()
+        core.rounds.next_micro_batch()
+        moved = self._step_boundary() if boundary else False
+        self.micro_steps += 1
+        return moved
+
+    def discard_gradients(self) -> None:
+        """Forget the gradients of the open window, for example after an interrupted backward pass. On all ranks."""
+        if self._core.stepper is not None:
+            self._core.stepper.discard()
+        self._core.rounds.interrupted = False
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Does nothing: gradients are dropped by :meth:`step`, so one in the middle of a window loses nothing."""
+
+    def _optimizer(self) -> Optimizer:
+        if self._core.optimizer is None:
+            raise EngineError("this engine has no optimizer: it is for forward passes; pass optimizer= to initialize")
+        return self._core.optimizer
+
+    def _check_order(self) -> None:
+        if self._core.rounds.interrupted:
+            raise EngineError(
+                "the last backward pass was interrupted, so this window's gradients are incomplete; call "
+                "engine.discard_gradients() on all ranks and start the window again"
+            )
+
+    def _step_boundary(self) -> bool:
+        core, stepper = self._core, self._core.stepper
+        assert stepper is not None
+        core.gathering.release_all()
+        for unit in core.run.units:
+            for weights in unit.weights:
+                weights.notice_writes()
+        gradient = core.memory.live["gradient"]
+        verdict = stepper.agree(self._scaler.scale)
+        if verdict.empty:
+            stepper.discard()
+            raise EngineError("step() without a backward pass on any rank since the last step: nothing to step with")
+        if not verdict.finite and self._scaler.at_floor:
+            raise_at_floor(stepper, self._scaler, core.ranks, self.global_steps)
+        self.global_steps += 1
+        self.grad_norm = verdict.norm
+        if verdict.finite:
+            stepper.apply(verdict, self._scaler.scale)
+            if core.scheduler is not None:
+                core.scheduler.step()
+        else:
+            self.skipped_steps += 1
+            stepper.discard()
+        self._scaler.update(overflow=not verdict.finite)
+        core.rounds.learn_order(core.ranks)
+        self._measure(gradient)
+        return verdict.finite
+
+    # Ledgers
+
+    def predicted(self) -> dict[str, Any]:
+        """Bytes resident and at the peak by kind, and collectives of one step, as the schedule says they will be."""
+        return predict(self._core.schedule, self._core.ranks.piece)
+
+    def measured(self) -> dict[str, Any]:
+        """The same of the last complete window, as it was. Empty before the first."""
+        return self._measured
+
+    def _measure(self, gradient: int) -> None:
+        memory, ledger = self._core.memory, self._core.ledger
+        live = {kind: memory.live[kind] for kind in _RESIDENT} | {"gradient": gradient}
+        peak = {"total": memory.peak_total, **{kind: size for kind, size in memory.peak.items() if size}}
+        ledger.close_step()
+        groups = {"sum": "across", "vote": "world"}
+        self._measured = {
+            "resident": {"device": live},
+            "peak": {"device": peak},
+            "collectives": {
+                kind: {
+                    "count": sent.count,
+                    "elements": sent.elements,
+                    "bytes": sent.bytes,
+                    "group": groups.get(kind, "within"),
+                }
+                for kind, sent in ledger.last.items()
+            },
+        }
+        memory.reset_peak()
+
+
+class _Boundary:
+    """Asks its engine without keeping it alive."""
+
+    def __init__(self, engine: Engine) -> None:
+        import weakref
+
+        self._engine = weakref.ref(engine)
+
+    def __call__(self) -> bool:
+        engine = self._engine()
+        return engine is not None and engine.is_boundary()

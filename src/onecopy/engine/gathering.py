@@ -1,0 +1,146 @@
+"""When parameters come and go: gathered before use, the next unit ahead of time, given back after the last use."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+
+from onecopy.engine.run import Run, UnitRun
+from onecopy.engine.weights import Weights
+
+__all__ = ["Gathering"]
+
+
+class Gathering:
+    """Decides when the ``gather`` and ``free`` ops of units run.
+
+    The order in which units are needed is learnt in every pass, one for forward and one for backward, and used for
+    prefetching in the next of its kind; a pass that takes another way gathers what it needs at once.
+    """
+
+    def __init__(self, run: Run, prefetch: int) -> None:
+        self._run = run
+        self._prefetch = prefetch
+        self._units = [unit for unit in run.units if unit.weights and any(weights.cut for weights in unit.weights)]
+        self._of = {id(weights): unit for unit in self._units for weights in unit.weights}
+        self._next: dict[bool, dict[UnitRun, UnitRun]] = {False: {}, True: {}}
+        self._trail: list[UnitRun] = []
+        self._flying: set[UnitRun] = set()
+        self._kept = False
+        self.backward = False
+        self.depth = 0
+        # Storages of gathered buffers, so that what autograd saves of them can be recognised.
+        self.storages = {
+            weights.full.untyped_storage()._cdata: unit
+            for unit in self._units
+            for weights in unit.weights
+            if weights.cut
+        }
+
+    # Passes
+
+    def begin(self, backward: bool) -> None:
+        """A forward or backward pass starts."""
+        self.backward = backward
+        self._trail = []
+        if not backward:
+            for unit in self._units:
+                unit.uses = 0
+
+    def end(self) -> None:
+        """The pass is over: whatever is still gathered goes, and the order it took is remembered."""
+        follow = {one: other for one, other in zip(self._trail, self._trail[1:], strict=False) if one is not other}
+        if not self.backward:
+            for unit in self._trail:
+                unit.expected_uses = max(unit.uses, 1)
+            # Until a backward pass has shown its own order, the reverse of this one is the best guess.
+            self._next[True] = self._next[True] or {other: one for one, other in follow.items()}
+        self._next[self.backward] = follow
+        self._trail = []
+        for unit in self._units:
+            unit.held = unit.held and not self.backward
+            self.release(unit)
+
+    # Uses
+
+    def use(self, unit: UnitRun) -> None:
+        """``unit`` is about to be read: its parameters are there when this returns."""
+        if unit.present:
+            return
+        if unit not in self._flying:
+            self._start(unit)
+        self._trail.append(unit)
+        coming = unit
+        for _ in range(self._prefetch):
+            following = self._next[self.backward].get(coming)
+            if following is None:
+                break
+            coming = following
+            if not coming.present and coming not in self._flying:
+                self._start(coming)
+        self._land(unit)
+
+    def used(self, unit: UnitRun, keep: bool = False) -> None:
+        """A forward call that reads ``unit`` has returned. ``keep``: its caller is going to read the parameters."""
+        if self.backward:
+            return  # recomputed for backward, which will say when it is done
+        unit.uses += 1
+        if unit.uses >= unit.expected_uses and not keep:
+            self._give_back(unit, "post_forward")
+
+    def release(self, unit: UnitRun) -> None:
+        """``unit`` is not needed any more in this pass."""
+        if unit in self._flying:
+            self._land(unit)
+        self._give_back(unit, "boundary" if self.backward else "post_forward")
+
+    def release_all(self) -> None:
+        """Nothing may stay gathered: the weights are about to change."""
+        self._kept = False
+        self.backward = True
+        for unit in self._units:
+            unit.held = False
+            self.release(unit)
+        self.backward = False
+
+    def demand(self, weights: Weights) -> bool:
+        """A freed parameter is read in a forward pass outside its unit's modules: gather it now if a pass runs."""
+        if self.depth == 0:
+            return False
+        self.use(self._of[id(weights)])
+        return True
+
+    def keep_all(self) -> None:
+        """A backward pass builds a graph that will be run backward itself: give nothing back before the step."""
+        self._kept = True
+
+    # Details
+
+    def _start(self, unit: UnitRun) -> None:
+        self._flying.add(unit)
+        for weights in unit.weights:
+            if weights.cut and not weights.present:
+                weights.start_gather()
+
+    def _land(self, unit: UnitRun) -> None:
+        self._flying.discard(unit)
+        for weights in unit.weights:
+            if weights.pending is not None:
+                weights.finish_gather()
+
+    def _give_back(self, unit: UnitRun, event: str) -> None:
+        if self._kept or unit.held:
+            return
+        for op in self._run.ops(unit, event, "free"):  # type: ignore[arg-type]
+            weights = self._run.weights(op)
+            if weights.present and weights.pins == 0:
+                weights.free()
+
+    def aliased(self, outputs: Iterable[torch.Tensor]) -> list[UnitRun]:
+        """Units of which ``outputs`` are views."""
+        return [
+            self.storages[output.untyped_storage()._cdata]
+            for output in outputs
+            if output.layout is torch.strided and output.untyped_storage()._cdata in self.storages
+        ]

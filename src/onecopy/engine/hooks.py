@@ -1,0 +1,261 @@
+"""Where the model tells the engine what it does: module hooks, gradient hooks and saved-tensor hooks.
+
+Hooks are only put where the schedule has something to do: a plan that keeps parameters whole gets none on its units.
+What autograd saves of gathered parameters is recognised by its storage when it is packed, and makes its unit present
+when it is unpacked; so backward finds its parameters whatever the model returned, however it is checkpointed and
+whoever else uses a weight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from onecopy.engine.gathering import Gathering
+from onecopy.engine.gradients import Gradients
+from onecopy.engine.rounds import Rounds
+from onecopy.engine.run import Run, UnitRun
+from onecopy.errors import EngineError
+
+__all__ = ["Hooks"]
+
+_saved = torch._C._autograd
+_quiet = torch._dynamo.disable if hasattr(torch, "_dynamo") else (lambda function: function)
+
+
+class Hooks:
+    """Attaches the engine to ``root`` and passes events on to :class:`Gathering` and :class:`Rounds`."""
+
+    def __init__(
+        self, root: nn.Module, run: Run, gathering: Gathering, rounds: Rounds, cast: torch.dtype | None
+    ) -> None:
+        self._gathering = gathering
+        self._rounds = rounds
+        self._cast = cast
+        # Multiplies the gradients that enter the model at its outputs: the loss scale.
+        self.output_scale: Callable[[], float] = lambda: 1.0
+        self.scales = False
+        self.gradient_scale = 1.0
+        self._scaled = False
+        self._handles: list[Any] = []
+        self._pushed: list[bool] = []
+        self._attach_root(root)
+        gathered = {weights.spec.unit for unit in run.units for weights in unit.weights if weights.cut}
+        for unit in run.units:
+            if unit.name in gathered:
+                self._attach_unit(unit)
+            for gradients in unit.gradients:
+                self._attach_gradients(unit, gradients)
+        rounds.watch = self._watch
+
+    def remove(self) -> None:
+        """Detach from the model."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    # The root module
+
+    def _attach_root(self, root: nn.Module) -> None:
+        @_quiet
+        def enter(module: nn.Module, args: Any, kwargs: Any) -> Any:
+            return self._enter_root(args, kwargs)
+
+        @_quiet
+        def leave(module: nn.Module, args: Any, output: Any) -> Any:
+            return self._leave_root(output)
+
+        self._handles.append(root.register_forward_pre_hook(enter, prepend=True, with_kwargs=True))
+        self._handles.append(root.register_forward_hook(leave, always_call=True))
+
+    def _enter_root(self, args: Any, kwargs: Any) -> Any:
+        gathering, rounds = self._gathering, self._rounds
+        recomputing = torch._C._current_graph_task_id() != -1
+        if gathering.depth == 0 and not recomputing:
+            if rounds.open:
+                rounds.abandon()
+            gathering.begin(backward=False)
+        gathering.depth += 1
+        self._push()
+        if self._cast is not None:
+            args, kwargs = tree_map_only(torch.Tensor, self._to_compute_dtype, (args, kwargs))
+        return args, kwargs
+
+    def _to_compute_dtype(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(self._cast) if tensor.is_floating_point() else tensor
+
+    def _leave_root(self, output: Any) -> Any:
+        gathering = self._gathering
+        self._pop()
+        gathering.depth -= 1
+        outputs = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
+        outputs = outputs or _attribute_tensors(output)
+        if gathering.depth == 0 and torch._C._current_graph_task_id() == -1:
+            for unit in gathering.aliased(outputs):
+                unit.held = True
+            gathering.end()
+        if not torch.is_grad_enabled():
+            return output
+        if self.scales:
+            return tree_map_only(torch.Tensor, self._scaled_output, output)
+        for tensor in outputs:
+            if tensor.requires_grad:
+                tensor.register_hook(self._backward_begins)
+        return output
+
+    def _backward_begins(self, gradient: torch.Tensor) -> None:
+        self._rounds.begin()
+
+    def _scaled_output(self, output: torch.Tensor) -> torch.Tensor:
+        """A view of ``output`` whose gradient is multiplied by the loss scale on its way in.
+
+        A view, because one output may be computed from another: each path from the caller's loss must be scaled once.
+        """
+        if not output.requires_grad:
+            return output
+        view = output.view_as(output)
+
+        def scale(gradient: torch.Tensor) -> torch.Tensor:
+            self._rounds.begin()
+            self._scaled = True
+            return gradient * self.output_scale()
+
+        view.register_hook(scale)
+        return view
+
+    # Units
+
+    def _attach_unit(self, unit: UnitRun) -> None:
+        gathering = self._gathering
+
+        @_quiet
+        def enter(module: nn.Module, args: Any) -> None:
+            gathering.use(unit)
+            self._push()
+
+        @_quiet
+        def leave(module: nn.Module, args: Any, output: Any) -> None:
+            self._pop()
+            outputs = output if isinstance(output, list | tuple) else (output,)
+            keep = bool(gathering.aliased(leaf for leaf in outputs if isinstance(leaf, torch.Tensor)))
+            gathering.used(unit, keep)
+
+        for entry in unit.entries:
+            self._handles.append(entry.register_forward_pre_hook(enter))
+            self._handles.append(entry.register_forward_hook(leave, always_call=True))
+        if unit.waits_for_input:
+            self._watch(unit)
+
+    def _watch(self, unit: UnitRun) -> None:
+        """Report ``unit`` ready when the gradients of all its inputs are there."""
+
+        def reached(gradient: torch.Tensor) -> None:
+            unit.watched -= 1
+            if unit.watched == 0:
+                self._rounds.begin()
+                self._rounds.ready(unit)
+
+        @_quiet
+        def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
+            if not torch.is_grad_enabled() or torch._C._current_graph_task_id() != -1:
+                return
+            for tensor in tree_leaves((args, kwargs)):
+                if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
+                    unit.watched += 1
+                    tensor.register_hook(reached)
+
+        for entry in unit.entries:
+            self._handles.append(entry.register_forward_pre_hook(enter, with_kwargs=True))
+
+    # Gradients
+
+    def _attach_gradients(self, unit: UnitRun, gradients: Gradients) -> None:
+        params = next(weights.params for weights in unit.weights if weights.spec is gradients.spec)
+        for at, param in enumerate(params):
+
+            def arrived(param: torch.Tensor, at: int = at) -> None:
+                gradient, param.grad = param.grad, None
+                assert gradient is not None
+                if self.scales and not self._scaled:
+                    raise EngineError(
+                        "a backward pass with loss scaling did not go through the model's outputs, so it is not "
+                        "scaled; return the tensors that the loss is computed from in a tuple, list or dict"
+                    )
+                self._rounds.arrive(unit, gradients, at, gradient, self.gradient_scale)
+
+            self._handles.append(param.register_post_accumulate_grad_hook(arrived))
+
+    # What autograd saves
+
+    def _push(self) -> None:
+        """From here on autograd's saved tensors go through :meth:`_pack`, unless they do already."""
+        ours = not self._gathering.storages or not torch.is_grad_enabled()
+        if not ours:
+            top = _saved._top_saved_tensors_default_hooks(True)
+            ours = top is not None and getattr(top[0], "hooks", None) is self
+            if not ours:
+                pack, unpack = _Pack(self, top), _Unpack(self, top)
+                _saved._push_saved_tensors_default_hooks(pack, unpack)
+        self._pushed.append(not ours)
+
+    def _pop(self) -> None:
+        if self._pushed.pop():
+            _saved._pop_saved_tensors_default_hooks()
+
+    def unpacked(self, unit: UnitRun) -> None:
+        """Backward is about to read a parameter of ``unit``."""
+        if not unit.present:
+            self._gathering.use(unit)
+        if torch.is_grad_enabled() and self._gathering.depth == 0:
+            self._gathering.keep_all()
+
+    @property
+    def storages(self) -> dict[int, UnitRun]:
+        return self._gathering.storages
+
+
+class _Pack:
+    """Notes the unit of each saved tensor; passes on to the hooks that were active before (checkpointing's)."""
+
+    __slots__ = ("_outer", "_units", "hooks")
+
+    def __init__(self, hooks: Hooks, outer: Any) -> None:
+        self.hooks = hooks
+        self._units = hooks.storages
+        self._outer = outer[0] if outer is not None else None
+
+    def __call__(self, tensor: torch.Tensor) -> Any:
+        unit = self._units.get(tensor.untyped_storage()._cdata) if tensor.layout is torch.strided else None
+        if self._outer is not None:
+            return self._outer(tensor), None, unit
+        return tensor, tensor._version, unit
+
+
+class _Unpack:
+    __slots__ = ("_hooks", "_outer")
+
+    def __init__(self, hooks: Hooks, outer: Any) -> None:
+        self._hooks = hooks
+        self._outer = outer[1] if outer is not None else None
+
+    def __call__(self, packed: Any) -> torch.Tensor:
+        kept, version, unit = packed
+        tensor: torch.Tensor = kept if self._outer is None else self._outer(kept)
+        if unit is not None:
+            self._hooks.unpacked(unit)
+        elif version is not None and tensor._version != version:
+            # Autograd leaves this check out where saved tensors go through hooks.
+            raise RuntimeError(
+                f"a tensor of shape {tuple(tensor.shape)} needed for the gradient was modified in place after it was "
+                f"saved: it is at version {tensor._version}, expected {version}"
+            )
+        return tensor
+
+
+def _attribute_tensors(output: Any) -> list[torch.Tensor]:
+    """Tensors in the attributes of an output object that is no container known to torch."""
+    return [value for value in getattr(output, "__dict__", {}).values() if isinstance(value, torch.Tensor)]

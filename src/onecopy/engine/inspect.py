@@ -1,0 +1,149 @@
+"""Whole values of one parameter's states, read from the pieces and written back to them."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from onecopy.engine.build import Core
+from onecopy.engine.gradients import Gradients
+from onecopy.engine.parameter import home_of
+from onecopy.engine.weights import ParameterHome
+from onecopy.errors import EngineError
+
+__all__ = ["read_grad", "read_param", "read_state", "write_grad", "write_param", "write_state"]
+
+# A tensor that holds elements [low, low + numel) of a buffer.
+Held = tuple[torch.Tensor, int]
+
+
+def _home(param: nn.Parameter) -> tuple[ParameterHome, Core]:
+    home = home_of(param)
+    if isinstance(home, ParameterHome) and home.weights.core is not None:
+        core = home.weights.core()
+        if core is not None:
+            return home, core
+    raise EngineError(f"a parameter of shape {tuple(param.shape)} belongs to no engine; call onecopy.initialize first")
+
+
+def _part(home: ParameterHome, held: Held) -> tuple[torch.Tensor, int]:
+    """The elements of ``held`` that are the parameter's, and where they start in the flattened parameter."""
+    tensor, low = held
+    part = home.slot.local(low, low + tensor.numel())
+    if part is None:
+        return tensor[:0], 0
+    return tensor[part[0] - low : part[1] - low], part[0] - home.slot.start
+
+
+def _assemble(home: ParameterHome, core: Core, held: Held) -> torch.Tensor:
+    """The parameter made whole from every rank's part, bit for bit (integers are summed, all but one of them 0)."""
+    part, start = _part(home, held)
+    whole = torch.zeros(home.slot.param.numel, dtype=torch.float32, device=core.ranks.device)
+    whole[start : start + part.numel()].copy_(part)
+    if held[0].numel() < home.weights.spec.layout.padded and core.ranks.gather is not None:
+        dist.all_reduce(whole.view(torch.int32), group=core.ranks.gather)
+    return whole.view(home.shape)
+
+
+def read_param(param: nn.Parameter) -> torch.Tensor:
+    """See :func:`onecopy.full_param`."""
+    home, core = _home(param)
+    home.weights.notice_writes()
+    return _assemble(home, core, (home.weights.target(), home.weights.stepped()[0]))
+
+
+def write_param(param: nn.Parameter, value: torch.Tensor) -> None:
+    """See :func:`onecopy.set_full_param`."""
+    home, _ = _home(param)
+    weights, flat = home.weights, _checked(home, value)
+    with torch.no_grad():
+        if weights.present:
+            weights.full[home.slot.start : home.slot.stop].copy_(flat)
+        local, start = home.local()
+        local.copy_(flat[start : start + local.numel()])
+        weights.follow(home.slot, flat)
+
+
+def _gradients(home: ParameterHome, core: Core) -> Gradients:
+    for unit in core.run.units:
+        for gradients in unit.gradients:
+            if gradients.spec is home.weights.spec:
+                return gradients
+    raise EngineError(f"parameter {home.name!r} is not trained by this engine: it has no gradient")
+
+
+def _grad_held(home: ParameterHome, gradients: Gradients) -> Held | None:
+    held = gradients.total if gradients.total is not None else gradients.current
+    if held is None:
+        return None
+    layout = home.weights.spec.layout
+    return held, (gradients.piece * layout.shard if held.numel() < layout.padded else 0)
+
+
+def read_grad(param: nn.Parameter) -> torch.Tensor | None:
+    """See :func:`onecopy.full_grad`."""
+    home, core = _home(param)
+    held = _grad_held(home, _gradients(home, core))
+    if held is None:
+        return None
+    return _assemble(home, core, held) / core.hooks.output_scale()
+
+
+def write_grad(param: nn.Parameter, value: torch.Tensor) -> None:
+    """See :func:`onecopy.set_full_grad`. Raises :class:`EngineError` when there is no gradient to replace."""
+    home, core = _home(param)
+    gradients = _gradients(home, core)
+    held = _grad_held(home, gradients)
+    if held is None:
+        raise EngineError(f"parameter {home.name!r} has no gradient yet in this window: run backward first")
+    part, start = _part(home, held)
+    part.copy_(_checked(home, value)[start : start + part.numel()] * core.hooks.output_scale())
+    place = home.weights.spec.layout.slots.index(home.slot)
+    gradients.used[place] = True
+
+
+def read_state(param: nn.Parameter, name: str) -> torch.Tensor | None:
+    """See :func:`onecopy.full_state`."""
+    home, core = _home(param)
+    if core.tiles is None:
+        raise EngineError("this engine has no optimizer, so it has no optimizer states")
+    piece = core.tiles.of_param.get(home.name)
+    state = core.tiles.optimizer.state.get(piece.param, {}).get(name) if piece is not None else None
+    # One element more than the parameter: how many ranks have the state.
+    whole = torch.zeros(home.slot.param.numel + 1, dtype=torch.float32, device=core.ranks.device)
+    if piece is not None and isinstance(state, torch.Tensor):
+        if state.shape == piece.param.shape:
+            whole[piece.offset : piece.offset + state.numel()].copy_(state)
+        elif state.numel() == 1:
+            whole[piece.offset] = state
+        whole[-1] = 1
+    if core.ranks.gather is not None and home.weights.spec.cut(home.weights.spec.row.optimizer):
+        have = whole[-1:].clone()
+        dist.all_reduce(whole[:-1].view(torch.int32), group=core.ranks.gather)
+        dist.all_reduce(have, group=core.ranks.gather)
+        whole[-1:] = have
+    return whole[:-1].view(home.shape) if whole[-1] > 0 else None
+
+
+def write_state(param: nn.Parameter, name: str, value: torch.Tensor) -> None:
+    """See :func:`onecopy.set_full_state`. Raises :class:`EngineError` for a state the optimizer does not have."""
+    home, core = _home(param)
+    if core.tiles is None:
+        raise EngineError("this engine has no optimizer, so it has no optimizer states")
+    piece = core.tiles.of_param.get(home.name)
+    if piece is None:
+        return
+    state = core.tiles.optimizer.state.get(piece.param, {})
+    held = state.get(name)
+    if not isinstance(held, torch.Tensor) or held.shape != piece.param.shape:
+        have = sorted(key for key, kept in state.items() if isinstance(kept, torch.Tensor) and kept.dim())
+        raise EngineError(f"the optimizer keeps no state {name!r} of {home.name!r}; it has {have}")
+    flat = _checked(home, value)
+    held.copy_(flat[piece.offset : piece.offset + held.numel()])
+
+
+def _checked(home: ParameterHome, value: torch.Tensor) -> torch.Tensor:
+    if value.numel() != home.slot.param.numel:
+        raise EngineError(f"{home.name!r} has shape {tuple(home.shape)}; got a value of shape {tuple(value.shape)}")
+    return value.detach().reshape(-1)

@@ -1,0 +1,37 @@
+"""What was really sent: every edge writes down what it puts on the wire, at the moment it does."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+__all__ = ["Ledger", "Traffic"]
+
+
+@dataclass
+class Traffic:
+    """Collectives of one kind: how many, and the elements and bytes this rank sent in them."""
+
+    count: int = 0
+    elements: int = 0
+    bytes: int = 0
+
+
+class Ledger:
+    """Traffic by kind of op since the step began, and that of the last complete step."""
+
+    def __init__(self) -> None:
+        self.open: dict[str, Traffic] = {}
+        self.last: dict[str, Traffic] = {}
+
+    def sent(self, kind: str, elements: int, dtype: torch.dtype) -> None:
+        """One collective of ``kind`` sends ``elements`` of ``dtype`` from this rank."""
+        traffic = self.open.setdefault(kind, Traffic())
+        traffic.count += 1
+        traffic.elements += elements
+        traffic.bytes += elements * dtype.itemsize
+
+    def close_step(self) -> None:
+        """An optimizer step is complete."""
+        self.last, self.open = self.open, {}

@@ -1,0 +1,263 @@
+"""Sharded parameters tell the truth, take in-place initialisers, and refuse to be read.
+
+A parameter whose storage is freed keeps its object, shape and dtype; while it is freed its class is switched to one
+that overrides ``__torch_function__``, and switched back when it is gathered, so that a gathered parameter costs nothing.
+Anything derived from it without reading values (``.data``, ``w[0]``, ``w.view(-1)``) is a stand-in that obeys the same
+rules.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from onecopy.errors import EngineError, ShardedReadError
+
+__all__ = ["HOME", "Home", "home_of", "hide", "show"]
+
+HOME = "_onecopy_home"
+_CHAIN = "_onecopy_chain"
+
+
+class Home(Protocol):
+    """Where a parameter's elements are when the parameter itself is freed."""
+
+    @property
+    def name(self) -> str:
+        """The parameter's name in the model."""
+
+    @property
+    def shape(self) -> torch.Size:
+        """The parameter's shape."""
+
+    @property
+    def present(self) -> bool:
+        """Are the full values in memory?"""
+
+    def local(self) -> tuple[torch.Tensor, int]:
+        """The elements this rank keeps, flat, and where they start in the flattened parameter."""
+
+    def written(self) -> None:
+        """The local elements were changed: whatever is derived from them must follow."""
+
+    def demand(self) -> bool:
+        """Make the full values present if a running forward pass allows it; False if not."""
+
+
+def home_of(tensor: torch.Tensor) -> Home | None:
+    """The home of a managed parameter, None for any other tensor."""
+    return tensor.__dict__.get(HOME) if isinstance(tensor, torch.Tensor) else None
+
+
+# Answered from the tensor's metadata: true whether or not there are values.
+_METADATA_PROPERTIES = frozenset(
+    "shape dtype device requires_grad is_leaf grad grad_fn ndim layout names itemsize nbytes is_cuda is_cpu is_xpu is_mps "
+    "is_meta is_sparse is_sparse_csr is_quantized is_nested is_mkldnn is_ipu is_maia is_mtia is_vulkan is_xla retains_grad "
+    "output_nr _version _base _backward_hooks _post_accumulate_grad_hooks _grad_fn name volatile _is_param _grad".split()
+)
+_METADATA_METHODS = frozenset(
+    "size dim ndimension numel nelement stride element_size is_floating_point is_complex is_contiguous get_device "
+    "storage_offset is_signed __len__ requires_grad_ register_hook register_post_accumulate_grad_hook __hash__ "
+    "is_inference has_names _is_view _has_symbolic_sizes_strides result_type is_same_size can_cast is_shared is_pinned "
+    "is_tensor is_conj is_neg __format_meta__ _typed_storage_meta".split()
+)
+# Same shape or dtype as the parameter, none of its values.
+_LIKE = frozenset(
+    "empty_like zeros_like ones_like full_like rand_like randn_like randint_like new_empty new_zeros new_ones new_full "
+    "new_tensor".split()
+)
+_ALIASES = frozenset("detach view view_as reshape flatten __getitem__ select narrow t transpose unsqueeze squeeze".split())
+_RANDOM = frozenset("normal_ uniform_ bernoulli_ random_ exponential_ geometric_ cauchy_ log_normal_".split())
+_FILLS = frozenset("fill_ zero_ copy_".split())
+_ELEMENTWISE = frozenset(
+    "add_ sub_ subtract_ mul_ multiply_ div_ divide_ true_divide_ clamp_ clip_ clamp_min_ clamp_max_ erfinv_ erf_ neg_ abs_ "
+    "sqrt_ rsqrt_ exp_ log_ pow_ round_ floor_ ceil_ sign_ reciprocal_ sigmoid_ tanh_ nan_to_num_ __imul__ __iadd__ "
+    "__isub__ __itruediv__".split()
+)
+
+
+def _describe(tensor: torch.Tensor, home: Home) -> str:
+    local, start = home.local()
+    with torch._C.DisableTorchFunctionSubclass():
+        shape, dtype = tuple(tensor.shape), tensor.dtype
+    return (
+        f"sharded parameter {home.name!r} of shape {shape}, {dtype}; this rank keeps elements "
+        f"[{start}, {start + local.numel()})"
+    )
+
+
+def _refuse(home: Home, what: str) -> ShardedReadError:
+    return ShardedReadError(
+        f"{what} reads parameter {home.name!r}, which is sharded: its values are spread over the ranks. "
+        "Read it inside `with onecopy.gathered(parameter):` (all ranks together), or use it in the model's forward"
+    )
+
+
+def _property_name(func: Any) -> str | None:
+    """Name of the property whose getter or setter ``func`` is, None when it is a function."""
+    if getattr(func, "__name__", "") in ("__get__", "__set__", "__delete__"):
+        owner = getattr(func, "__self__", None)
+        return str(getattr(owner, "__name__", owner))
+    return None
+
+
+def _dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What ``__torch_function__`` does for a call that touches at least one managed tensor."""
+    absent = [tensor for tensor in _tensors(args, kwargs) if (home := home_of(tensor)) is not None and not home.present]
+    with torch._C.DisableTorchFunctionSubclass():
+        if not absent:
+            return func(*args, **kwargs)
+        name, prop = getattr(func, "__name__", str(func)), _property_name(func)
+        subject = absent[0]
+        home: Home = subject.__dict__[HOME]
+        if prop is not None:
+            return _access(func, prop, subject, home, args, kwargs)
+        if name in _METADATA_METHODS or name in _LIKE:
+            return func(*args, **kwargs)
+        if name in ("__repr__", "__format__"):
+            return f"<{_describe(subject, home)}>"
+        first = args[0] if args else kwargs.get("tensor")
+        if all(tensor is first for tensor in absent):
+            rest = {key: value for key, value in kwargs.items() if key != "tensor"}
+            graph = torch.is_grad_enabled() and subject.requires_grad
+            if name == "detach" or (name in _ALIASES and not graph):
+                return _alias(func, subject, home, args[1:], rest)
+            if _write(func, name, subject, home, args[1:], rest):
+                return subject
+    if all(tensor.__dict__[HOME].demand() for tensor in absent):
+        return func(*args, **kwargs)
+    raise _refuse(home, f"{name}()")
+
+
+def _tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    """Tensors among the arguments, looked for one list or tuple deep as torch does."""
+    found: list[torch.Tensor] = []
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, torch.Tensor):
+            found.append(value)
+        elif isinstance(value, list | tuple):
+            found.extend(item for item in value if isinstance(item, torch.Tensor))
+    return found
+
+
+def _access(func: Any, prop: str, subject: torch.Tensor, home: Home, args: Any, kwargs: Any) -> Any:
+    """Read or set property ``prop``."""
+    if func.__name__ == "__get__":
+        if prop in _METADATA_PROPERTIES:
+            return func(*args, **kwargs)
+        if prop in ("data", "T", "mT"):
+            return _alias(func, subject, home, args[1:], kwargs)
+        raise _refuse(home, f".{prop}")
+    if prop in ("grad", "requires_grad", "retains_grad", "_backward_hooks", "_post_accumulate_grad_hooks", "_grad"):
+        return func(*args, **kwargs)
+    raise EngineError(
+        f"setting .{prop} of sharded parameter {home.name!r} would cut it off from its shards; "
+        "use copy_() to write values, or onecopy.gathered(parameter, write_rank=0)"
+    )
+
+
+def _alias(func: Any, subject: torch.Tensor, home: Home, rest: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+    """A stand-in for a view of ``subject`` that remembers how to take the same view of a whole tensor."""
+    view: torch.Tensor = func(subject, *rest, **kwargs)
+    chain = subject.__dict__.get(_CHAIN, ())
+    if func.__name__ != "detach" and _property_name(func) != "data":
+        chain = (*chain, lambda whole: func(whole, *rest, **kwargs))
+    view.__class__ = StandIn
+    view.__dict__[HOME] = home
+    view.__dict__[_CHAIN] = chain
+    return view
+
+
+def _write(func: Any, name: str, subject: torch.Tensor, home: Home, rest: Any, kwargs: dict[str, Any]) -> bool:
+    """Carry out an in-place write on this rank's elements; False when ``func`` is not one that can be."""
+    chain: tuple[Callable[[torch.Tensor], torch.Tensor], ...] = subject.__dict__.get(_CHAIN, ())
+    local, start = home.local()
+    tensors = [value for value in (*rest, *kwargs.values()) if isinstance(value, torch.Tensor)]
+    with torch.no_grad():
+        if name == "__setitem__":
+            key, value = rest
+            _write_whole(lambda view: func(view, key, value), home, chain, lambda mask: func(mask, key, True))
+        elif name == "copy_" and not chain and rest[0].shape == home.shape:
+            local.copy_(rest[0].reshape(-1)[start : start + local.numel()])
+        elif name in _RANDOM or name in _FILLS or getattr(func, "__module__", "") == "torch.nn.init":
+            # A random fill draws for the whole tensor and keeps a part: the values are those of the unsharded
+            # tensor, and every rank's generator advances as it would.
+            mark = (lambda mask: mask.fill_(True)) if chain else None
+            _write_whole(lambda view: func(view, *rest, **kwargs), home, chain, mark)
+        elif name in _ELEMENTWISE and not chain and all(tensor.dim() == 0 for tensor in tensors):
+            func(local, *rest, **kwargs)
+        else:
+            return False
+    home.written()
+    return True
+
+
+def _write_whole(
+    write: Callable[[torch.Tensor], Any],
+    home: Home,
+    chain: tuple[Callable[[torch.Tensor], torch.Tensor], ...],
+    mark: Callable[[torch.Tensor], Any] | None,
+) -> None:
+    """Run ``write`` on (the view by ``chain`` of) a whole scratch tensor and keep this rank's part of what it wrote.
+
+    ``mark`` does to a mask what ``write`` does to the values; None when every element is written.
+    """
+    local, start = home.local()
+    mine = slice(start, start + local.numel())
+    scratch = torch.empty(home.shape, dtype=local.dtype, device=local.device)
+    write(_through(chain, scratch))
+    kept = scratch.view(-1)[mine]
+    if mark is not None:
+        mask = torch.zeros(home.shape, dtype=torch.bool, device=local.device)
+        mark(_through(chain, mask))
+        kept = torch.where(mask.view(-1)[mine], kept, local)
+    local.copy_(kept)
+
+
+def _through(chain: tuple[Callable[[torch.Tensor], torch.Tensor], ...], whole: torch.Tensor) -> torch.Tensor:
+    for step in chain:
+        whole = step(whole)
+    return whole
+
+
+def _torch_function(cls: type, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+    return _dispatch(func, args, kwargs or {})
+
+
+def _refuse_copy(self: torch.Tensor, *_: Any) -> Any:
+    home: Home = self.__dict__[HOME]
+    if home.present:
+        return super(type(self), self).__deepcopy__(*_)
+    raise _refuse(home, "copying or pickling")
+
+
+class StandIn(torch.Tensor):
+    """A view of a sharded parameter taken without reading it."""
+
+    __torch_function__ = classmethod(_torch_function)  # type: ignore[assignment]
+    __deepcopy__ = _refuse_copy
+
+
+_SHARDED_CLASS: dict[type, type] = {}
+
+
+def _sharded_class(base: type) -> type:
+    """The class a parameter of class ``base`` has while it is freed."""
+    if base not in _SHARDED_CLASS:
+        members = {"__torch_function__": classmethod(_torch_function), "__deepcopy__": _refuse_copy, "__module__": __name__}
+        name = "ShardedParameter" if base is nn.Parameter else f"Sharded{base.__name__}"
+        _SHARDED_CLASS[base] = type(base)(name, (base,), members)
+    return _SHARDED_CLASS[base]
+
+
+def hide(param: nn.Parameter) -> None:
+    """From now on ``param`` answers for its metadata only. Its values are about to be freed."""
+    param.__class__ = _sharded_class(type(param))
+
+
+def show(param: nn.Parameter) -> None:
+    """``param``'s values are there again: give it back the class it came with."""
+    param.__class__ = type(param).__mro__[1]

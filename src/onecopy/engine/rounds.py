@@ -1,0 +1,226 @@
+"""When gradients go out: one round per backward pass, every unit once, in an order that all ranks keep."""
+
+from __future__ import annotations
+
+import warnings
+from collections import deque
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+
+from onecopy.comm.groups import Ranks
+from onecopy.engine.gathering import Gathering
+from onecopy.engine.gradients import Gradients
+from onecopy.engine.run import Run, UnitRun
+from onecopy.schedule.ops import Event
+
+__all__ = ["Rounds"]
+
+
+class Rounds:
+    """Takes gradients from autograd and decides when a unit's reductions run.
+
+    A unit is ready when all its gradients arrived, when its inputs got theirs, or when the pass ends. Reductions start
+    in a fixed order whatever the order in which units get ready, so that a rank that skipped a part of the model still
+    meets the others; what a rank did not use counts zero. The order is the reverse of the registration order in the
+    first round and afterwards that in which rank 0 got ready.
+    """
+
+    def __init__(self, run: Run, gathering: Gathering, reduce_ahead: int) -> None:
+        self._run = run
+        self._gathering = gathering
+        self._ahead = reduce_ahead
+        self.order = [unit for unit in reversed(run.units) if unit.gradients]
+        self.seen: list[UnitRun] = []
+        self._at = 0
+        self._flying: deque[tuple[UnitRun, Event]] = deque()
+        self._learned = False
+        self.open = False
+        # Is the micro-batch the last of its window, and are gradients to be reduced (not inside no_sync)?
+        self.boundary: Callable[[], bool] = lambda: True
+        self.sync = True
+        # Asked to report when the gradient of a unit's inputs is there.
+        self.watch: Callable[[UnitRun], None] = lambda unit: None
+        self.interrupted = False
+        # Rounds that reduced in this micro-batch; backward passes since the last step() call.
+        self.closed = 0
+        self.passes = 0
+        self._warn_after = 2 * run.schedule.plan.batch.accumulation
+
+    @property
+    def event(self) -> Event:
+        """What a unit's gradients being complete means now."""
+        return "boundary" if self.boundary() and self.sync else "grads_ready"
+
+    def reduces(self, gradients: Gradients) -> bool:
+        """Will what is filled in now be sent at the end of this pass?"""
+        return self.sync and (gradients.cut or self.boundary())
+
+    # A backward pass
+
+    def begin(self) -> None:
+        """The first sign of a backward pass."""
+        if self.open:
+            return
+        self.open = True
+        self._gathering.begin(backward=True)
+        for unit in self.order:
+            unit.arrived, unit.ready, unit.issued = 0, False, False
+        self._at = 0
+        self.seen = []
+        torch.autograd.Variable._execution_engine.queue_callback(self.close)  # type: ignore[attr-defined]
+
+    def arrive(self, unit: UnitRun, gradients: Gradients, at: int, gradient: torch.Tensor, scale: float) -> None:
+        """Autograd has the gradient of the parameter in slot ``at``."""
+        if not self.open:
+            self.begin()
+        if gradient.requires_grad:
+            self._gathering.keep_all()
+            gradient = gradient.detach()
+        if gradient.layout is not torch.strided:
+            gradient = gradient.to_dense()
+        if unit.issued:
+            self._reopen(unit)
+        if not gradients.filling:
+            self._fill(gradients)
+        gradients.put(at, gradient, scale)
+        unit.arrived += 1
+        if unit.arrived == unit.trainable and not unit.waits_for_input:
+            self.ready(unit)
+
+    def ready(self, unit: UnitRun) -> None:
+        """Nothing more will come for ``unit`` in this pass: give its parameters back and send its gradients in turn."""
+        if unit.ready:
+            return
+        unit.ready = True
+        if unit.gradients:
+            self.seen.append(unit)
+            while self._at < len(self.order) and self.order[self._at].ready:
+                self._issue(self.order[self._at])
+                self._at += 1
+        self._gathering.release(unit)
+
+    def close(self) -> None:
+        """The pass is over: units that are incomplete count zero where nothing came."""
+        if not self.open:
+            return
+        self.open = False
+        if any(unit.arrived for unit in self.order):
+            self.passes += 1
+            self._warn_if_forgotten()
+            self.closed += 1
+            self._finish_round()
+        self._gathering.end()
+        self._gathering.backward = False
+
+    def must_meet(self) -> bool:
+        """Do the other ranks expect reductions from this one in every micro-batch?"""
+        return self.sync and self._run.schedule.facts.mesh.world > 1 and any(
+            gradients.cut for unit in self.order for gradients in unit.gradients
+        )
+
+    def complete(self) -> None:
+        """``step()`` is called: what this micro-batch owes the other ranks and the optimizer is sent.
+
+        A rank that had no backward pass takes part with zeros. Gradients that no_sync, or a boundary set after
+        backward, kept from going out are sent now.
+        """
+        owed = self.closed == 0 or (self.boundary() and any(g.total is None for u in self.order for g in u.gradients))
+        if not owed:
+            return
+        for unit in self.order:
+            unit.issued = False
+        self._at = 0
+        before, self.sync = self.sync, True
+        for unit in self.order:
+            self._issue(unit)
+        while self._flying:
+            self._finish()
+        self.sync = before
+
+    def abandon(self) -> None:
+        """An exception ended the last backward pass: forget how far it was."""
+        self._flying.clear()
+        self.open = False
+        self.interrupted = True
+        self._gathering.backward = False
+
+    def learn_order(self, ranks: Ranks) -> None:
+        """After the first step: keep the order in which rank 0's units got ready; collective, once."""
+        if self._learned or ranks.mesh.world == 1:
+            return
+        self._learned = True
+        order: list[list[str]] = [[unit.name for unit in self.seen or self.order]]
+        dist.broadcast_object_list(order, 0)
+        by_name = {unit.name: unit for unit in self.order}
+        self.order = [by_name[name] for name in order[0]]
+
+    def next_micro_batch(self) -> None:
+        """``step()`` was called."""
+        self.closed = self.passes = 0
+
+    # Details
+
+    def _finish_round(self) -> None:
+        for unit in self.order:
+            if 0 < unit.arrived < unit.trainable and not unit.waits_for_input:
+                unit.waits_for_input = True
+                self.watch(unit)
+            unit.watched = 0
+            if not unit.issued:
+                unit.ready = True
+                self._issue(unit)
+            elif any(gradients.filling and self.reduces(gradients) for gradients in unit.gradients):
+                self._issue(unit)  # gradients that arrived after the unit was sent
+        self.seen.extend(unit for unit in self.order if unit not in self.seen)
+        while self._flying:
+            self._finish()
+
+    def _fill(self, gradients: Gradients) -> None:
+        while len(self._flying) > self._ahead:
+            self._finish()
+        # Gradients that stay whole between micro-batches, or that no_sync keeps from going out, add up in the buffer.
+        stays = not self.reduces(gradients) or (not gradients.cut and self._run.accumulates)
+        gradients.open(accumulates=stays)
+
+    def _issue(self, unit: UnitRun) -> None:
+        """Start the reductions of ``unit``; or, between boundaries of a plan that keeps gradients whole, nothing."""
+        unit.issued = True
+        event = self.event
+        sends = [gradients for gradients in unit.gradients if self.reduces(gradients)]
+        if not sends:
+            return
+        for gradients in sends:
+            if not gradients.filling:
+                self._fill(gradients)
+            gradients.complete()
+        self._run.start(self._run.ops(unit, event, "reduce"))
+        self._flying.append((unit, event))
+        while len(self._flying) > self._ahead + 1:
+            self._finish()
+
+    def _finish(self) -> None:
+        """Wait for the oldest reduction; at a boundary its sum becomes the gradient of the step."""
+        unit, event = self._flying.popleft()
+        self._run.finish(self._run.ops(unit, event, "reduce"))
+        if event == "boundary":
+            self._run.start(self._run.ops(unit, event, "sum"))
+            spreads = self._run.ops(unit, event, "spread")
+            self._run.start(spreads)
+            self._run.finish(spreads)
+            for gradients in unit.gradients:
+                gradients.settle()
+
+    def _reopen(self, unit: UnitRun) -> None:
+        """More gradients for a unit that was sent already (a module recomputed twice): they go out at the end."""
+        while any(flying is unit for flying, _ in self._flying):
+            self._finish()
+
+    def _warn_if_forgotten(self) -> None:
+        if self.passes == self._warn_after + 1:
+            warnings.warn(
+                f"{self.passes} backward passes since the last engine.step(), with accumulation over "
+                f"{self._warn_after // 2}: call engine.step() after every micro-batch",
+                stacklevel=2,
+            )

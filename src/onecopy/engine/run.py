@@ -1,0 +1,98 @@
+"""The run loop: the schedule's ops, carried out on this rank's buffers.
+
+Why a unit has an op is said in ``schedule/lower.py``; what one does is in ``weights.py``, ``gradients.py`` and
+``comm/collectives.py``. When they run is decided by ``gathering.py`` (parameters), ``rounds.py`` (gradients) and
+``step.py`` (the optimizer), which are told of the model's events by ``hooks.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from torch import nn
+
+from onecopy.comm.collectives import Edge
+from onecopy.engine.gradients import Gradients
+from onecopy.engine.weights import Weights
+from onecopy.schedule.lower import Schedule
+from onecopy.schedule.ops import Event, Op
+
+__all__ = ["Run", "UnitRun"]
+
+
+@dataclass(eq=False)
+class UnitRun:
+    """One unit at work: its modules, its buffers, and how far it is in the pass that is running."""
+
+    name: str
+    entries: list[nn.Module]
+    weights: list[Weights] = field(default_factory=list)
+    gradients: list[Gradients] = field(default_factory=list)
+    # Forward calls of the entries in this pass, and in the last one: after as many the unit is given back.
+    uses: int = 0
+    expected_uses: int = 0
+    # Gradients that came in this backward pass, out of those that come when every parameter is used.
+    arrived: int = 0
+    trainable: int = 0
+    # The unit is done in this backward pass: complete, or nothing more will come.
+    ready: bool = False
+    issued: bool = False
+    # Wait for the gradient of the unit's inputs before calling it done: frozen weights may be used after the last
+    # trainable one is, and unused parameters never send a gradient.
+    waits_for_input: bool = False
+    watched: int = 0
+    # A caller holds a view of the gathered parameters: keep them until the backward pass or the step is over.
+    held: bool = False
+
+    @property
+    def present(self) -> bool:
+        return all(weights.present for weights in self.weights)
+
+
+class Run:
+    """Carries out ops: ``start`` sets one off, ``finish`` waits for what it started."""
+
+    def __init__(self, schedule: Schedule, units: list[UnitRun], across: Edge | None) -> None:
+        self.schedule = schedule
+        self.units = units
+        self._across = across
+        self._weights = {weights.spec.name: weights for unit in units for weights in unit.weights}
+        self._gradients = {gradients.spec.name: gradients for unit in units for gradients in unit.gradients}
+        self.accumulates = schedule.plan.batch.accumulation > 1
+
+    def ops(self, unit: UnitRun, event: Event, kind: str) -> list[Op]:
+        """The ops of ``kind`` that the schedule gives ``unit`` at ``event``."""
+        return [op for op in self.schedule.at(unit.name, event) if op.kind == kind]
+
+    def start(self, ops: Iterable[Op]) -> None:
+        """Set ``ops`` off, in order."""
+        for op in ops:
+            if op.kind == "gather":
+                self._weights[op.buffer].start_gather()
+            elif op.kind == "reduce":
+                self._gradients[op.buffer].start_reduce(self.accumulates)
+            elif op.kind == "sum":
+                assert self._across is not None
+                self._across.all_reduce(self._gradients[op.buffer].reduced(), "sum")
+            elif op.kind == "spread":
+                self._holder(op).start_spread()
+            elif op.kind == "encode":
+                self._weights[op.buffer].encode()
+
+    def finish(self, ops: Iterable[Op]) -> None:
+        """Wait for ``ops``, which were started."""
+        for op in ops:
+            if op.kind == "gather":
+                self._weights[op.buffer].finish_gather()
+            elif op.kind == "reduce":
+                self._gradients[op.buffer].finish_reduce()
+            elif op.kind == "spread":
+                self._holder(op).finish_spread()
+
+    def weights(self, op: Op) -> Weights:
+        """The buffer ``op`` is about."""
+        return self._weights[op.buffer]
+
+    def _holder(self, op: Op) -> Weights | Gradients:
+        return self._weights[op.buffer] if op.state == "parameter" else self._gradients[op.buffer]

@@ -1,0 +1,180 @@
+"""The boundary step: agree, clip, step each unit, send the new weights round."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.distributed as dist
+
+from onecopy.comm.collectives import Edge
+from onecopy.comm.groups import Ranks
+from onecopy.engine.precision import LossScaler
+from onecopy.engine.run import Run, UnitRun
+from onecopy.engine.weights import Weights
+from onecopy.errors import EngineError
+from onecopy.optim import Tiles
+from onecopy.plan.plan import Clip
+from onecopy.tiers.memory import DeviceMemory
+
+__all__ = ["Stepper", "Verdict"]
+
+
+class Verdict:
+    """What all ranks agreed on before a step: the global norm of the unscaled gradients, whether it is finite, and for
+    each buffer which of its parameters some rank used."""
+
+    def __init__(self, norm: float, used: dict[str, list[bool]]) -> None:
+        self.norm = norm
+        self.used = used
+
+    @property
+    def finite(self) -> bool:
+        return math.isfinite(self.norm)
+
+    @property
+    def empty(self) -> bool:
+        """Did no rank have any gradient?"""
+        return not any(any(flags) for flags in self.used.values())
+
+
+class Stepper:
+    """Runs the ``vote`` and ``step`` events for all units."""
+
+    def __init__(self, run: Run, tiles: Tiles, ranks: Ranks, world: Edge | None, memory: DeviceMemory, clip: Clip) -> None:
+        self._run = run
+        self._tiles = tiles
+        self._ranks = ranks
+        self._world = world
+        self._memory = memory
+        self._clip = clip
+        self._moments = 0
+        self._buffers = [gradients for unit in run.units for gradients in unit.gradients]
+
+    # Agreeing
+
+    def agree(self, scale: float) -> Verdict:
+        """One small all-reduce: the ``norm_type`` norm over all elements once, and the parameters used.
+
+        Each rank adds up its own piece, whatever it holds beside it, so every layout gives the same parts. ``scale``:
+        the loss scale in the gradients.
+        """
+        kind = self._clip.norm_type
+        part = self._part(kind)
+        flags = [float(used) for gradients in self._buffers for used in gradients.used]
+        ballot = torch.tensor([part, *flags], dtype=torch.float64)
+        if self._world is not None:
+            on_device = ballot.to(self._ranks.device)
+            self._world.all_reduce(on_device, "vote", dist.ReduceOp.MAX if kind == math.inf else dist.ReduceOp.SUM)
+            ballot = on_device.cpu()
+        total, *counts = ballot.tolist()
+        norm = total if kind == math.inf else _root(total, kind)
+        return Verdict(norm / scale, self._flags(counts))
+
+    def _part(self, kind: float) -> float:
+        """This rank's share: the largest element, or the sum of ``|g| ** kind``."""
+        if not self._ranks.first_replica:
+            return 0.0
+        pieces = [piece for gradients in self._buffers if (piece := gradients.mine()).numel()]
+        norms = [torch.linalg.vector_norm(piece, kind, dtype=_at_least_fp32(piece.dtype)).double() for piece in pieces]
+        if not norms:
+            return 0.0
+        stacked = torch.stack(norms)
+        part = (stacked.max() if kind == math.inf else stacked.pow(kind).sum()).item()
+        # MAX and SUM over ranks agree that infinity is not finite, but not on NaN.
+        return math.inf if math.isnan(part) else part
+
+    def _flags(self, counts: list[float]) -> dict[str, list[bool]]:
+        used, at = {}, 0
+        for gradients in self._buffers:
+            used[gradients.spec.name] = [count > 0 for count in counts[at : at + len(gradients.used)]]
+            at += len(gradients.used)
+        return used
+
+    # Stepping
+
+    def apply(self, verdict: Verdict, scale: float) -> None:
+        """Step every unit with its gradients divided by ``scale`` and clipped, and make the new weights whole where
+        they rest whole. Sending a unit's weights overlaps with stepping the next."""
+        factor = 1.0 / scale
+        if self._clip.max_norm is not None:
+            # As torch.nn.utils.clip_grad_norm_ does it.
+            factor *= min(1.0, self._clip.max_norm / (verdict.norm + 1e-6))
+        sent = []
+        for unit in self._run.units:
+            if not unit.gradients:
+                continue
+            self._step_unit(unit, verdict, factor)
+            spreads = self._run.ops(unit, "step", "spread")
+            self._run.start(spreads)
+            sent.extend(spreads)
+        self._run.finish(sent)
+        moments = self._tiles.moments()
+        self._memory.count("moments", moments - self._moments)
+        self._moments = moments
+
+    def _step_unit(self, unit: UnitRun, verdict: Verdict, factor: float) -> None:
+        held = {weights.spec.name: weights for weights in unit.weights}
+        stepped: list[tuple[Weights, torch.Tensor, list[bool]]] = []
+        cast: list[torch.Tensor] = []
+        for gradients in unit.gradients:
+            assert gradients.total is not None
+            weights = held[gradients.spec.name]
+            gradient = gradients.total
+            target = weights.target().dtype
+            if gradient.dtype != target:
+                self._memory.count("workspace", gradient.numel() * target.itemsize)
+                gradient = gradient.to(target)
+                cast.append(gradient)
+            if factor != 1.0:
+                gradient.mul_(factor)
+            stepped.append((weights, gradient, verdict.used[gradients.spec.name]))
+        with torch.no_grad():
+            self._tiles.step(stepped)
+        for tensor in cast:
+            self._memory.drop("workspace", tensor)
+        for gradients in unit.gradients:
+            gradients.drop()
+        self._run.start(self._run.ops(unit, "step", "encode"))
+
+    def discard(self) -> None:
+        """Forget the gradients of this window."""
+        for gradients in self._buffers:
+            gradients.drop()
+
+    def culprits(self) -> list[str]:
+        """Parameters of which this rank's piece of the gradient is not finite."""
+        names = []
+        for gradients in self._buffers:
+            piece = gradients.mine()
+            low, _ = gradients.spec.layout.bounds(gradients.piece)
+            for slot in gradients.spec.layout.slots:
+                part = slot.local(low, low + piece.numel())
+                if part is not None and not bool(torch.isfinite(piece[part[0] - low : part[1] - low]).all()):
+                    names.append(slot.param.name)
+        return names
+
+
+def raise_at_floor(stepper: Stepper, scaler: LossScaler, ranks: Ranks, step: int) -> None:
+    """Say which parameters overflow when the loss scale cannot go lower; collective, raises on every rank."""
+    mine = [(ranks.rank, name) for name in stepper.culprits()]
+    gathered: list[list[tuple[int, str]]] = [mine]
+    if ranks.mesh.world > 1:
+        gathered = [[] for _ in range(ranks.mesh.world)]
+        dist.all_gather_object(gathered, mine)
+    found = [item for part in gathered for item in part]
+    named = ", ".join(f"{name!r} (rank {rank})" for rank, name in found[:5])
+    raise EngineError(
+        f"step {step}: gradients are not finite at the smallest loss scale {scaler.scale:g}; first of them: {named}. "
+        "The forward pass or the data produces infinities: check the loss, or train in bf16"
+    )
+
+
+def _root(total: float, kind: float) -> float:
+    return total ** (1.0 / kind) if math.isfinite(total) else math.inf
+
+
+def _at_least_fp32(dtype: torch.dtype) -> torch.dtype:
+    return dtype if dtype in (torch.float32, torch.float64) or dtype.is_complex else torch.float32
+
+

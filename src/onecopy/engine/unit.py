@@ -1,0 +1,147 @@
+"""Units: which parameters are gathered together, found without annotations.
+
+Blocks first (the children of ``ModuleList``s that repeat one class, or classes the plan names), then what is left, module
+by module, in the order of registration. Neighbours are merged until a unit is worth a collective. The experts of a
+block stay inside their block's unit, so that ranks which route differently still issue the same collectives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from onecopy.plan.layout import ParamFact, UnitFact
+from onecopy.plan.plan import Units
+
+__all__ = ["UnitModules", "bare_name", "find_units", "named_parameters"]
+
+_WRAPPER = "_orig_mod"  # what torch.compile names the module it wraps
+
+
+def bare_name(name: str) -> str:
+    """``name`` without the prefixes that compiling or wrapping a module adds."""
+    return ".".join(part for part in name.split(".") if part not in (_WRAPPER, ""))
+
+
+def _unwrapped(module: nn.Module) -> nn.Module:
+    while hasattr(module, _WRAPPER):
+        module = getattr(module, _WRAPPER)
+    return module
+
+
+def named_parameters(model: nn.Module) -> dict[nn.Parameter, list[str]]:
+    """Every parameter of ``model`` once, with all its bare names (several when weights are tied)."""
+    names: dict[nn.Parameter, list[str]] = {}
+    for name, param in model.named_parameters(remove_duplicate=False):
+        listed = names.setdefault(param, [])
+        if bare_name(name) not in listed:
+            listed.append(bare_name(name))
+    return names
+
+
+@dataclass
+class UnitModules:
+    """A unit in the model: its parameters, and the ``entries``, the modules whose forward uses them."""
+
+    name: str
+    params: list[nn.Parameter] = field(default_factory=list)
+    entries: list[nn.Module] = field(default_factory=list)
+    spans: bool = False
+
+    def numel(self) -> int:
+        return sum(param.numel() for param in self.params)
+
+    def fact(self, names: dict[nn.Parameter, list[str]], dtype: torch.dtype | None) -> UnitFact:
+        """What the plan must know of this unit once floating-point parameters are cast to ``dtype``."""
+        facts = tuple(param_fact(param, names[param], dtype) for param in self.params)
+        return UnitFact(self.name, facts, self.spans)
+
+
+def param_fact(param: nn.Parameter, names: list[str], dtype: torch.dtype | None) -> ParamFact:
+    cast = dtype if dtype is not None and param.is_floating_point() else param.dtype
+    return ParamFact(tuple(names), tuple(param.shape), str(cast).removeprefix("torch."), param.requires_grad)
+
+
+def find_units(model: nn.Module, policy: Units) -> list[UnitModules]:
+    """Group ``model``'s parameters into units, in the order in which the model registers them.
+
+    Each parameter is in exactly one unit, the first that reaches it; a module elsewhere that uses it too (a tied head)
+    becomes an entry of that unit.
+    """
+    units: list[UnitModules] = []
+    home: dict[nn.Parameter, UnitModules] = {}
+    for name, module, is_block in _candidates(model, "", policy.blocks):
+        members = list((module if is_block else _Direct(module)).parameters())
+        fresh = [param for param in members if param not in home]
+        for param in members:
+            if param in home and module not in home[param].entries:
+                home[param].entries.append(module)
+        if not fresh:
+            continue
+        unit = _unit_for(units, module is model, policy)
+        if unit is None:
+            unit = UnitModules(name or "root")
+            units.append(unit)
+        unit.params.extend(fresh)
+        unit.entries.append(module)
+        home.update((param, unit) for param in fresh)
+    _mark_spans(model, units)
+    return units
+
+
+def _mark_spans(model: nn.Module, units: list[UnitModules]) -> None:
+    """A unit spans when one of its entries comes after the first entry of the next unit, or is the root itself."""
+    place = {module: at for at, module in enumerate(model.modules())}
+    for unit, following in zip(units, [*units[1:], None], strict=True):
+        last = max(place[entry] for entry in unit.entries)
+        after = min(place[entry] for entry in following.entries) if following is not None else len(place)
+        unit.spans = model in unit.entries or last > after
+
+
+def _unit_for(units: list[UnitModules], is_root: bool, policy: Units) -> UnitModules | None:
+    """The previous unit when it is still too small to be worth a collective of its own.
+
+    Parameters that the root module itself owns are used all through the forward pass: they stay apart, or everything
+    merged with them would be held as long.
+    """
+    if not units or is_root or units[-1].name == "root":
+        return None
+    return units[-1] if units[-1].numel() < policy.min_numel else None
+
+
+class _Direct:
+    """The parameters a module owns itself, leaving its children's out."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        return self._module.parameters(recurse=False)
+
+
+def _candidates(
+    module: nn.Module, name: str, blocks: tuple[str, ...] | None
+) -> Iterator[tuple[str, nn.Module, bool]]:
+    """``(name, module, is_block)`` depth first; nothing inside a block is listed again."""
+    if any(True for _ in module.parameters(recurse=False)):
+        yield name, module, False
+    repeated = blocks is None and _repeats(_unwrapped(module), name)
+    for key, child in module.named_children():
+        path = bare_name(f"{name}.{key}")
+        named = blocks is not None and type(_unwrapped(child)).__name__ in blocks
+        if named or repeated:
+            if any(True for _ in child.parameters()):
+                yield path, child, True
+        else:
+            yield from _candidates(child, path, blocks)
+
+
+def _repeats(module: nn.Module, name: str) -> bool:
+    """Is ``module`` a list of blocks of one class? A list of experts is not: ranks may enter different ones."""
+    if not isinstance(module, nn.ModuleList) or len(module) < 2 or "expert" in name.lower():
+        return False
+    kinds = {type(_unwrapped(child)) for child in module}
+    return len(kinds) == 1 and any(True for _ in module[0].parameters())

@@ -1,0 +1,1 @@
+"""WHEN things move: ops per unit and event, and the folds over them that predict memory and traffic."""

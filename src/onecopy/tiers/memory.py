@@ -1,0 +1,57 @@
+"""The device tier: memory of the device that computes, with every owned byte on one account."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+import torch
+
+__all__ = ["DeviceMemory"]
+
+
+class DeviceMemory:
+    """Allocates the engine's buffers and keeps the account of them by kind: bytes live now and at their peak.
+
+    Kinds are those of ``Engine.predicted()``: parameter, gradient, master, moments, gather buffer, reduce buffer,
+    workspace.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.live: dict[str, int] = defaultdict(int)
+        self.peak: dict[str, int] = defaultdict(int)
+        self.total = 0
+        self.peak_total = 0
+
+    def count(self, kind: str, size: int) -> None:
+        """``size`` bytes of ``kind`` come to life (negative: go)."""
+        self.live[kind] += size
+        self.total += size
+        if size > 0:
+            self.peak[kind] = max(self.peak[kind], self.live[kind])
+            self.peak_total = max(self.peak_total, self.total)
+
+    def alloc(self, kind: str, elements: int, dtype: torch.dtype) -> torch.Tensor:
+        """An uninitialised flat tensor on the account of ``kind``."""
+        self.count(kind, elements * dtype.itemsize)
+        return torch.empty(elements, dtype=dtype, device=self.device)
+
+    def drop(self, kind: str, tensor: torch.Tensor) -> None:
+        """Take ``tensor`` off the account; its memory goes with the caller's last reference."""
+        self.count(kind, -tensor.numel() * tensor.element_size())
+
+    def materialise(self, kind: str, tensor: torch.Tensor) -> None:
+        """Give a freed tensor's storage its memory back, contents undefined. Views of it stay valid."""
+        size = tensor.numel() * tensor.element_size()
+        self.count(kind, size)
+        tensor.untyped_storage().resize_(size)
+
+    def vacate(self, kind: str, tensor: torch.Tensor) -> None:
+        """Free the memory of ``tensor``'s storage in place; the tensor and its views keep their shapes."""
+        self.count(kind, -tensor.numel() * tensor.element_size())
+        tensor.untyped_storage().resize_(0)
+
+    def reset_peak(self) -> None:
+        """Start a new peak from what is live now."""
+        self.peak = defaultdict(int, self.live)
+        self.peak_total = self.total
