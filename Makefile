@@ -1,0 +1,41 @@
+# Everything runs in .venv, which is made on first use and brought up to date when pyproject.toml changes.
+
+PYTHON ?= python3
+VENV ?= .venv
+# A pinned torch: a bare `torch` takes the newest build, which on Linux pulls several GB of CUDA libraries even where
+# there is no GPU. `==2.13.0` also matches the CPU build (2.13.0+cpu) where an index offers it. To ask for it by name:
+#   make TORCH="torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu"
+TORCH ?= torch==2.13.0
+WORKERS ?= 2
+ARGS ?=
+
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+.PHONY: help train test lint bench clean
+
+help: ## what there is
+	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
+
+train: $(READY) ## train a GPT on the standard library's sources, resuming what is there; ARGS="--stage 3 ..."
+	$(BIN)/onecopy train $(ARGS)
+
+test: lint ## linter, types and all tests; ARGS="-k name"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) $(ARGS)
+
+lint: $(READY) ## linter and types alone
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+bench: $(READY) ## the same step under DDP, FSDP2, DeepSpeed (where installed) and onecopy; ARGS="--help"
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/peers.py $(ARGS)
+
+$(READY): pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet $(TORCH)
+	$(BIN)/python -m pip install --quiet --editable '.[dev]'
+	touch $@
+
+clean: ## remove the environment, caches and runs
+	rm -rf $(VENV) runs build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
