@@ -222,7 +222,7 @@ class Trainer:
         self.consumed = 0  # training rows used by all ranks so far
         self.resumed_from = 0
 
-    def _engine(self, plan: onecopy.Plan) -> Any:
+    def _engine(self, plan: onecopy.Plan) -> onecopy.Engine:
         method, steps = self.settings.method, self.settings.run.steps
         torch.manual_seed(self.settings.task.seed)
         with onecopy.deferred():

@@ -66,7 +66,13 @@ def human_count(count: int | float) -> str:
 
 
 def lines(predicted: Ledger, measured: Ledger | None = None) -> Iterator[Line]:
-    """Every quantity that either ledger has, in the order of the prediction."""
+    """Every quantity that either ledger has, in the order of the prediction; those that are 0 in both are left out."""
+    for line in _all_lines(predicted, measured):
+        if line.predicted or line.measured:
+            yield line
+
+
+def _all_lines(predicted: Ledger, measured: Ledger | None) -> Iterator[Line]:
     measured = measured or {}
     for section in ("resident", "peak"):
         ours, theirs = predicted.get(section, {}), measured.get(section, {})
