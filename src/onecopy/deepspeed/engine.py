@@ -137,18 +137,6 @@ class DeepSpeedEngine(Engine):
         """Number of data-parallel ranks, which is all of them."""
         return self.settings.world
 
-    # checkpoints -------------------------------------------------------------------------------------------------
-
-    def save_checkpoint(
-        self,
-        save_dir: str,
-        tag: str | None = None,
-        client_state: dict[str, Any] | None = None,
-        save_latest: bool = True,
-    ) -> bool:
-        """Save everything under ``save_dir/tag`` (tag: ``global_step<N>`` by default); every rank must call it."""
-        raise NotImplementedError
-
     def destroy(self) -> None:
         """Give the model back as plain torch and free what the engine holds."""
         self.close()

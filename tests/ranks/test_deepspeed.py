@@ -1,0 +1,506 @@
+"""``onecopy.deepspeed``: a DeepSpeed script and its JSON train what plain torch trains on the whole batch."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import onecopy
+import onecopy.deepspeed as deepspeed
+from onecopy import schedules
+from onecopy.errors import ConfigError, EngineError, OneCopyError, ShardedReadError
+from tests.ranks import models
+from tests.ranks.harness import run_ranks
+
+pytestmark = pytest.mark.ranks
+
+STAGES = [0, 1, 2, 3]
+ADAMW = {"type": "AdamW", "params": {"lr": 5e-3, "betas": [0.9, 0.95], "weight_decay": 0.1}}
+WARMUP = {"type": "WarmupLR", "params": {"warmup_num_steps": 3, "warmup_type": "linear"}}
+
+
+def config(stage: int, **changes: Any) -> dict[str, Any]:
+    base = {
+        "train_micro_batch_size_per_gpu": models.MICRO,
+        "gradient_accumulation_steps": 1,
+        "zero_optimization": {"stage": stage},
+        "optimizer": ADAMW,
+    }
+    return {key: value for key, value in (base | changes).items() if value is not None}
+
+
+def values(engine: deepspeed.DeepSpeedEngine) -> dict[str, torch.Tensor]:
+    full = {}
+    for name, param in engine.module.named_parameters():
+        value = deepspeed.utils.safe_get_full_fp32_param(param)
+        assert value is not None
+        full[name] = value.clone()
+    return full
+
+
+def gap(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
+    assert one.keys() == other.keys()
+    return max((one[name] - other[name]).abs().max().item() for name in one)
+
+
+# --------------------------------------------------------------------------------------------------------- training
+
+
+def plain(world: int, steps: int, accumulation: int, clip: float | None) -> tuple[dict[str, Any], list[float]]:
+    """The oracle: one process, the whole batch, AdamW with the warm-up written down."""
+    model = models.build("gpt")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3, betas=(0.9, 0.95), weight_decay=0.1)
+    norms = []
+    for step in range(steps):
+        optimizer.param_groups[0]["lr"] = 5e-3 * min(max(step - 1, 0) / 3, 1.0)
+        for micro in range(accumulation):
+            parts = [models.batch("gpt", step, micro, rank) for rank in range(world)]
+            loss = model(*(torch.cat(tensors) for tensors in zip(*parts, strict=True)))
+            (loss / accumulation).backward()
+        norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), clip or float("inf")).item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return models.bare(model), norms
+
+
+def train(rank: int, world: int, setup: dict[str, Any], steps: int, plain_backward: bool) -> Any:
+    model = models.build("gpt")
+    engine, optimizer, loader, scheduler = deepspeed.initialize(model=model, config=setup)
+    assert loader is None and isinstance(scheduler, schedules.WarmupLR) and engine.lr_scheduler is scheduler
+    assert isinstance(optimizer, torch.optim.AdamW) and optimizer is engine.optimizer
+    accumulation = engine.gradient_accumulation_steps()
+    norms, rates, bounds = [], [], []
+    for step in range(steps):
+        for micro in range(accumulation):
+            loss = engine(*models.batch("gpt", step, micro, rank))
+            if plain_backward:
+                loss.backward()
+            else:
+                counted = engine.backward(loss)
+                assert counted.item() == pytest.approx(loss.item() / accumulation)
+            bounds.append(engine.is_gradient_accumulation_boundary())
+            engine.step()
+        norms.append(engine.get_global_grad_norm())
+        rates.append(engine.get_lr()[0])
+    assert (engine.global_steps, engine.micro_steps, engine.skipped_steps) == (steps, steps * accumulation, 0)
+    assert bounds == ([False] * (accumulation - 1) + [True]) * steps
+    return values(engine), norms, rates
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("plain_backward", [False, True], ids=["engine.backward", "loss.backward"])
+def test_a_json_trains_what_plain_torch_trains(stage: int, plain_backward: bool) -> None:
+    setup = config(stage, scheduler=WARMUP, gradient_accumulation_steps=2, gradient_clipping=0.5)
+    expected, norms = plain(2, 4, 2, 0.5)
+    for weights, seen, rates in run_ranks(train, 2, setup, 4, plain_backward):
+        assert gap(weights, expected) <= 2e-6
+        assert seen == pytest.approx(norms, rel=1e-5)
+        assert rates == pytest.approx([0.0, 5e-3 / 3, 5e-3 * 2 / 3, 5e-3])
+
+
+def test_gradients_are_clipped_to_norm_1_unless_the_config_says_otherwise() -> None:
+    setup = config(2, scheduler=WARMUP)
+    expected, norms = plain(2, 4, 1, 1.0)
+    assert max(norms) > 1.0, "the case would not show clipping"
+    unclipped, _ = plain(2, 4, 1, None)
+    for (weights, seen, _), (free, _, _) in zip(
+        run_ranks(train, 2, setup, 4, False),
+        run_ranks(train, 2, setup | {"gradient_clipping": 0}, 4, False),
+        strict=True,
+    ):
+        assert gap(weights, expected) <= 2e-6 and gap(free, unclipped) <= 2e-6
+        assert seen == pytest.approx(norms, rel=1e-5)
+    assert gap(expected, unclipped) > 1e-4
+
+
+def rates_of(rank: int, world: int, setup: dict[str, Any], steps: int) -> list[float]:
+    engine, *_ = deepspeed.initialize(model=models.build("mlp"), config=setup)
+    rates = []
+    for step in range(steps):
+        rates.append(engine.get_lr()[0])
+        for micro in range(engine.gradient_accumulation_steps()):
+            engine.backward(engine(*models.batch("mlp", step, micro, rank)))
+            engine.step()
+    return rates
+
+
+def test_the_schedule_ticks_once_per_optimizer_step_on_any_number_of_ranks() -> None:
+    decay = {"type": "WarmupDecayLR", "params": {"total_num_steps": 6, "warmup_num_steps": 2}}
+    setup = config(1, scheduler=decay, gradient_accumulation_steps=2)
+    lists = [run_ranks(rates_of, world, setup, 8) for world in (1, 2)]
+    (expected,) = lists[0]
+    assert expected[-1] == 0.0 and 0 < expected[4] < max(expected) == 5e-3
+    assert all(rates == expected for rates in lists[1])
+
+
+# ------------------------------------------------------------------------------------------------ one scalar weight
+
+
+class Toy(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.tensor(1.0))
+
+    def forward(self, x: float) -> torch.Tensor:
+        return self.w * x
+
+    def shout(self) -> str:
+        return "toy"
+
+
+SGD = {"type": "SGD", "params": {"lr": 0.1}}
+DATA = [[1.0, 3.0], [2.0, 4.0]]
+
+
+def toy_config(stage: int, **changes: Any) -> dict[str, Any]:
+    setup = config(stage, optimizer=SGD, gradient_accumulation_steps=2, gradient_clipping=0)
+    return {key: value for key, value in (setup | changes).items() if value is not None}
+
+
+def toy(rank: int, world: int, style: str) -> dict[int, float]:
+    """The weight after one step over two micro-batches; the gradient is the mean of 1, 2, 3, 4."""
+    results = {}
+    for stage in STAGES:
+        engine, *_ = deepspeed.initialize(model=Toy(), config=toy_config(stage))
+        for micro, x in enumerate(DATA[rank]):
+            if style == "no_sync" and micro == 0:
+                with engine.no_sync():
+                    engine.backward(engine(x))
+            elif style == "divided":
+                engine.backward(engine(x) / 2, scale_wrt_gas=False)
+            elif style == "plain":
+                engine(x).backward()
+            elif style == "zero_grad":
+                engine.backward(engine(x))
+                engine.zero_grad()
+            elif style == "retain":
+                loss = engine(x) / 2
+                engine.backward(loss, retain_graph=True)
+                engine.backward(loss)
+            else:
+                engine.backward(engine(x))
+            engine.step()
+        results[stage] = values(engine)["w"].item()
+    return results
+
+
+@pytest.mark.parametrize("style", ["engine", "plain", "no_sync", "divided", "zero_grad", "retain"])
+def test_every_way_to_accumulate_gives_the_mean(style: str) -> None:
+    for results in run_ranks(toy, 2, style):
+        assert results == pytest.approx({stage: 0.75 for stage in STAGES})
+
+
+def boundaries(rank: int, world: int) -> list[tuple[float, int, float]]:
+    seen = []
+    for stage in STAGES:
+        engine, *_ = deepspeed.initialize(model=Toy(), config=toy_config(stage, gradient_accumulation_steps=1))
+        engine.set_gradient_accumulation_boundary(False)
+        engine.backward(engine(DATA[rank][0]))
+        assert not engine.is_gradient_accumulation_boundary()
+        engine.step()
+        before = values(engine)["w"].item()
+        engine.set_gradient_accumulation_boundary(True)
+        engine.backward(engine(DATA[rank][1]))
+        engine.step()
+        seen.append((before, engine.global_steps, values(engine)["w"].item()))
+    return seen
+
+
+def test_boundaries_can_be_set_by_hand() -> None:
+    for seen in run_ranks(boundaries, 2):
+        # Accumulation 1: two micro-batches add up to 1.5 + 3.5.
+        assert seen == [pytest.approx((1.0, 1, 0.5))] * len(STAGES)
+
+
+def names_of(rank: int, world: int) -> None:
+    setup = toy_config(2, bf16={"enabled": True}, gradient_clipping=0.25)
+    engine, *_ = deepspeed.initialize(model=Toy(), config=setup)
+    assert isinstance(engine, onecopy.Engine) and isinstance(engine, nn.Module)
+    assert engine.train_batch_size() == models.MICRO * 2 * world
+    assert engine.train_micro_batch_size_per_gpu() == models.MICRO
+    assert engine.zero_optimization_stage() == 2
+    assert engine.gradient_clipping() == 0.25
+    assert engine.bfloat16_enabled() and not engine.fp16_enabled()
+    assert engine.config is not setup and engine.config == setup
+    assert (engine.global_rank, engine.local_rank, engine.world_size, engine.dp_world_size) == (
+        rank,
+        rank,
+        world,
+        world,
+    )
+    assert engine.shout() == "toy", "what no engine has is the module's"
+    assert engine.w is engine.module.w
+    with pytest.raises(AttributeError, match="nothing_of_the_kind"):
+        _ = engine.nothing_of_the_kind
+    assert engine.get_global_grad_norm() is None
+    engine.eval()
+    assert not engine.module.training
+    engine.train()
+    assert engine.module.training
+    engine.lr_scheduler = None
+    assert engine.lr_scheduler is None
+
+
+def test_the_engine_answers_to_its_names() -> None:
+    run_ranks(names_of, 2)
+
+
+# ---------------------------------------------------------------------------------------- optimizers and schedules
+
+
+def choices(rank: int, world: int) -> None:
+    model = Toy()
+    mine = torch.optim.SGD(model.parameters(), lr=0.5)
+    engine, optimizer, _, scheduler = deepspeed.initialize(
+        model=model,
+        optimizer=mine,
+        config=toy_config(1),
+        lr_scheduler=lambda o: torch.optim.lr_scheduler.StepLR(o, 1, 0.5),
+    )
+    assert optimizer is mine and engine.get_lr() == [0.5]
+    assert isinstance(scheduler, torch.optim.lr_scheduler.StepLR)
+    assert any("optimizer of the configuration is not used" in note for note in engine.plan.notes)
+
+    engine, optimizer, _, _ = deepspeed.initialize(
+        model=Toy(), optimizer=lambda params: torch.optim.Adagrad(params, lr=0.25), config=toy_config(3, optimizer=None)
+    )
+    assert isinstance(optimizer, torch.optim.Adagrad) and engine.get_lr() == [0.25]
+
+    model = nn.Linear(4, 4)
+    groups = [{"params": [model.weight], "lr": 0.5}, {"params": [model.bias], "weight_decay": 0.0}]
+    engine, optimizer, _, scheduler = deepspeed.initialize(
+        model=model, model_parameters=groups, config=config(2, scheduler=WARMUP), lr_scheduler=lambda o: None
+    )
+    assert isinstance(scheduler, schedules.WarmupLR), "the configuration's scheduler comes first"
+    assert optimizer is not None
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.1, 0.0]
+    for _ in range(6):
+        engine.backward(engine(torch.ones(1, 4)).sum())
+        engine.step()
+    assert engine.get_lr() == pytest.approx([0.5, 5e-3])
+
+
+def test_what_the_caller_gives_and_what_the_config_names() -> None:
+    run_ranks(choices, 2)
+
+
+def forward_only(rank: int, world: int) -> None:
+    for stage in STAGES:
+        torch.manual_seed(3)
+        model = nn.Linear(4, 4)
+        x = torch.ones(1, 4)
+        expected = model(x).detach()
+        engine, optimizer, _, scheduler = deepspeed.initialize(model=model, config=config(stage, optimizer=None))
+        assert optimizer is None and scheduler is None
+        engine.eval()
+        with torch.no_grad():
+            assert torch.equal(engine(x), expected)
+        with pytest.raises(EngineError, match="no optimizer"):
+            engine.backward(engine(x).sum())
+    with pytest.raises(ConfigError, match="there is a scheduler but no optimizer"):
+        deepspeed.initialize(model=Toy(), config=config(1, optimizer=None, scheduler=WARMUP))
+
+
+def test_without_an_optimizer_the_engine_runs_forward() -> None:
+    run_ranks(forward_only, 2)
+
+
+# ------------------------------------------------------------------------------------------------------ construction
+
+
+def born_sharded(rank: int, world: int, stage: int) -> dict[str, torch.Tensor]:
+    """zero.Init before any process group exists, as scripts started by a launcher have it."""
+    assert not torch.distributed.is_initialized()
+    torch.manual_seed(0 if rank == 0 else 99)
+    with deepspeed.zero.Init(config_dict_or_path=config(stage)):
+        assert torch.distributed.get_world_size() == world
+        with deepspeed.zero.Init():
+            model = nn.Sequential(nn.Linear(8, 64), nn.Tanh(), nn.Linear(64, 3))
+        nn.init.normal_(model[0].weight, std=0.02)
+    for param in model.parameters():
+        with pytest.raises(ShardedReadError, match="gathered"):
+            param.sum()
+    assert model[0].weight.shape == (64, 8)
+    with deepspeed.zero.Init(enabled=False):
+        assert nn.Linear(2, 2).weight.untyped_storage().nbytes() == 16
+    with deepspeed.zero.Init(dtype=torch.bfloat16):
+        assert nn.Linear(2, 2).weight.dtype == torch.bfloat16
+    assert torch.get_default_dtype() == torch.float32
+    engine, *_ = deepspeed.initialize(model=model, config=config(stage))
+    return values(engine)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_models_are_born_sharded_with_the_values_they_would_have(stage: int) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 64), nn.Tanh(), nn.Linear(64, 3))
+    nn.init.normal_(model[0].weight, std=0.02)
+    expected = {name: p.detach() for name, p in model.named_parameters()}
+    for weights in run_ranks(born_sharded, 2, stage, init_group=False):
+        assert all(torch.equal(weights[name], expected[name]) for name in expected)
+
+
+def wrong_triangle(rank: int, world: int) -> list[str]:
+    texts = []
+    setup = config(3, train_batch_size=16, gradient_accumulation_steps=2)
+    for attempt in (
+        lambda: deepspeed.initialize(model=Toy(), config=setup),
+        lambda: deepspeed.zero.Init(config=setup).__enter__(),
+        lambda: deepspeed.initialize(model=Toy(), config={"train_batch_size": 7}),
+    ):
+        with pytest.raises(ConfigError) as info:
+            attempt()
+        texts.append(str(info.value))
+    engine, *_ = deepspeed.initialize(model=Toy(), config={"train_batch_size": 8, "optimizer": SGD})
+    assert (engine.train_micro_batch_size_per_gpu(), engine.gradient_accumulation_steps()) == (4, 1)
+    return texts
+
+
+def test_the_batch_triangle_counts_the_ranks_there_are() -> None:
+    for first, second, third in run_ranks(wrong_triangle, 2, init_group=False):
+        assert "16 != 2*2*2 = 8" in first and first == second
+        assert "7 is not divisible by 2 ranks" in third
+
+
+# ------------------------------------------------------------------------------------- reading and writing full values
+
+
+def reach_in(rank: int, world: int, stage: int) -> None:
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3))
+    weight, bias = model[0].weight, model[1].bias
+    engine, *_ = deepspeed.initialize(model=model, config=config(stage, bf16={"enabled": True}, gradient_clipping=0))
+    gather, utils = deepspeed.zero.GatheredParameters, deepspeed.utils
+    with gather([weight, bias, weight], modifier_rank=1):
+        if rank == 1:
+            weight.data.fill_(2.0)
+    with gather(p for p in [weight]), gather(weight), gather([]), gather(nn.Parameter(torch.ones(2))), gather(model):
+        assert weight.shape == (7, 5) and torch.equal(weight.float(), torch.full((7, 5), 2.0))
+    with gather(weight, enabled=False):
+        pass
+    full = utils.safe_get_full_fp32_param(weight)
+    assert full is not None and full.dtype == torch.float32 and torch.equal(full, torch.full((7, 5), 2.0))
+    assert utils.safe_get_full_optimizer_state(weight, "exp_avg") is None
+
+    engine.backward(engine(torch.full((2, 5), rank + 1.0, dtype=torch.bfloat16)).float().mean())
+    grad = utils.safe_get_full_grad(bias)
+    assert grad is not None and torch.allclose(grad, torch.full((3,), 1 / 3), rtol=1e-2)
+    utils.safe_set_full_grad(bias, torch.tensor([1.0, 2.0, 3.0]))
+    utils.safe_set_full_grad(weight, torch.zeros(7, 5))
+    before = utils.safe_get_full_fp32_param(bias)
+    engine.step()
+    moment = utils.safe_get_full_optimizer_state(bias, "exp_avg")
+    assert moment is not None and torch.allclose(moment, torch.tensor([0.1, 0.2, 0.3]))
+    after = utils.safe_get_full_fp32_param(bias)
+    assert before is not None and after is not None and not torch.equal(before, after)
+
+    utils.safe_set_full_fp32_param(weight, torch.full((7, 5), 1 + 2**-12))
+    utils.safe_set_full_optimizer_state(weight, torch.full((7, 5), 0.5), "exp_avg_sq")
+    again = utils.safe_get_full_fp32_param(weight)
+    assert again is not None and torch.equal(again, torch.full((7, 5), 1 + 2**-12)), "the master weights keep fp32"
+    squares = utils.safe_get_full_optimizer_state(weight, "exp_avg_sq")
+    assert squares is not None and torch.equal(squares, torch.full((7, 5), 0.5))
+    with gather(weight):
+        assert torch.equal(weight.float(), torch.ones(7, 5))
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_full_values_can_be_read_and_written(stage: int) -> None:
+    run_ranks(reach_in, 2, stage)
+
+
+# -------------------------------------------------------------------------------------------------------------- data
+
+
+def loader_of(rank: int, world: int, drop_last: bool) -> list[list[list[int]]]:
+    data = list(range(11))
+    _, _, loader, _ = deepspeed.initialize(
+        model=Toy(), config=toy_config(1, dataloader_drop_last=drop_last), training_data=data,
+        collate_fn=lambda batch: torch.tensor(batch),
+    )  # fmt: skip
+    assert loader is not None and loader.batch_size == models.MICRO
+    return [[batch.tolist() for batch in loader] for _ in range(2)]
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_the_dataloader_splits_every_epoch_over_the_ranks(drop_last: bool) -> None:
+    ranks = run_ranks(loader_of, 2, drop_last)
+    for epoch in range(2):
+        seen = [x for rank in ranks for batch in rank[epoch] for x in batch]
+        assert len(seen) == 12 if not drop_last else len(seen) == 12 // 2 // models.MICRO * 2 * models.MICRO
+        assert drop_last or set(seen) == set(range(11))
+        assert [len(batch) for batch in ranks[0][epoch]] == [len(batch) for batch in ranks[1][epoch]]
+    assert ranks[0][0] != ranks[0][1], "the next epoch has another order"
+
+
+# ----------------------------------------------------------------------------------------- one process, no launcher
+
+
+def test_a_script_without_a_launcher(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "ds.json"
+    path.write_text(json.dumps(toy_config(3, zero_optimization={"stage": 3, "reduce_bucket_size": 5e8})))
+    parser = deepspeed.add_config_arguments(argparse.ArgumentParser())
+    args = parser.parse_args(["--deepspeed", "--deepspeed_config", str(path)])
+    with caplog.at_level(logging.WARNING, logger="onecopy"):
+        engine, *_ = deepspeed.initialize(args=args, model=Toy())
+    assert "zero_optimization.reduce_bucket_size" in caplog.text
+    for x in (1.0, 3.0):
+        engine.backward(engine(x))
+        engine.step()
+    assert engine.module.w.item() == pytest.approx(0.8)
+    for config_args in ({"config": str(path)}, {"config_params": path}, {"args": {"deepspeed_config": str(path)}}):
+        assert deepspeed.initialize(model=Toy(), **config_args)[0].zero_optimization_stage() == 3
+
+
+@pytest.mark.parametrize(
+    ("arguments", "part"),
+    [
+        ({"config": {}}, "needs a model"),
+        ({"model": Toy()}, "no configuration"),
+        ({"model": Toy(), "config": {}, "config_params": {}}, "config and config_params; keep one"),
+        ({"model": Toy(), "config": {}, "mpu": object()}, "mpu"),
+        ({"model": Toy(), "config": {"optimizer": SGD}, "training_data": [1, 2]}, "train_micro_batch_size_per_gpu"),
+        ({"model": Toy(), "config": toy_config(1), "training_data": iter([1])}, "without a length"),
+        ({"model": Toy(), "config": {"zero_optimization": {"stge": 1}}}, "did you mean zero_optimization.stage?"),
+    ],
+)
+def test_calls_that_cannot_be_right_are_refused(arguments: dict[str, Any], part: str) -> None:
+    with pytest.raises(ConfigError) as info:
+        deepspeed.initialize(**arguments)
+    assert part in str(info.value)
+
+
+def test_process_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(EngineError, match="dist_init_required is False"):
+        deepspeed.init_distributed(dist_init_required=False)
+    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "4")
+    with pytest.raises(EngineError, match="mpirun"):
+        deepspeed.init_distributed()
+    monkeypatch.delenv("OMPI_COMM_WORLD_SIZE")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.delenv("RANK", raising=False)
+    with pytest.raises(EngineError, match="RANK"):
+        deepspeed.init_distributed()
+    with pytest.raises(OneCopyError, match="RANK"), deepspeed.zero.Init():
+        pass
+    monkeypatch.delenv("WORLD_SIZE")
+    deepspeed.init_distributed("gloo", verbose=False)
+    try:
+        deepspeed.init_distributed()
+        assert (deepspeed.comm.get_world_size(), deepspeed.comm.get_rank(), deepspeed.comm.get_local_rank()) == (
+            1,
+            0,
+            0,
+        )
+        assert deepspeed.comm.is_initialized()
+    finally:
+        torch.distributed.destroy_process_group()
+    assert os.environ.get("MASTER_PORT") is None or "MASTER_ADDR" in os.environ
