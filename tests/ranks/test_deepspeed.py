@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
-import json
-import logging
-import os
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +11,7 @@ from torch import nn
 import onecopy
 import onecopy.deepspeed as deepspeed
 from onecopy import schedules
-from onecopy.errors import ConfigError, EngineError, OneCopyError, ShardedReadError
+from onecopy.errors import ConfigError, EngineError
 from tests.ranks import models
 from tests.ranks.harness import run_ranks
 
@@ -313,63 +308,6 @@ def test_without_an_optimizer_the_engine_runs_forward() -> None:
     run_ranks(forward_only, 2)
 
 
-# ------------------------------------------------------------------------------------------------------ construction
-
-
-def born_sharded(rank: int, world: int, stage: int) -> dict[str, torch.Tensor]:
-    """zero.Init before any process group exists, as scripts started by a launcher have it."""
-    assert not torch.distributed.is_initialized()
-    torch.manual_seed(0 if rank == 0 else 99)
-    with deepspeed.zero.Init(config_dict_or_path=config(stage)):
-        assert torch.distributed.get_world_size() == world
-        with deepspeed.zero.Init():
-            model = nn.Sequential(nn.Linear(8, 64), nn.Tanh(), nn.Linear(64, 3))
-        nn.init.normal_(model[0].weight, std=0.02)
-    for param in model.parameters():
-        with pytest.raises(ShardedReadError, match="gathered"):
-            param.sum()
-    assert model[0].weight.shape == (64, 8)
-    with deepspeed.zero.Init(enabled=False):
-        assert nn.Linear(2, 2).weight.untyped_storage().nbytes() == 16
-    with deepspeed.zero.Init(dtype=torch.bfloat16):
-        assert nn.Linear(2, 2).weight.dtype == torch.bfloat16
-    assert torch.get_default_dtype() == torch.float32
-    engine, *_ = deepspeed.initialize(model=model, config=config(stage))
-    return values(engine)
-
-
-@pytest.mark.parametrize("stage", [1, 3])
-def test_models_are_born_sharded_with_the_values_they_would_have(stage: int) -> None:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(8, 64), nn.Tanh(), nn.Linear(64, 3))
-    nn.init.normal_(model[0].weight, std=0.02)
-    expected = {name: p.detach() for name, p in model.named_parameters()}
-    for weights in run_ranks(born_sharded, 2, stage, init_group=False):
-        assert all(torch.equal(weights[name], expected[name]) for name in expected)
-
-
-def wrong_triangle(rank: int, world: int) -> list[str]:
-    texts = []
-    setup = config(3, train_batch_size=16, gradient_accumulation_steps=2)
-    for attempt in (
-        lambda: deepspeed.initialize(model=Toy(), config=setup),
-        lambda: deepspeed.zero.Init(config=setup).__enter__(),
-        lambda: deepspeed.initialize(model=Toy(), config={"train_batch_size": 7}),
-    ):
-        with pytest.raises(ConfigError) as info:
-            attempt()
-        texts.append(str(info.value))
-    engine, *_ = deepspeed.initialize(model=Toy(), config={"train_batch_size": 8, "optimizer": SGD})
-    assert (engine.train_micro_batch_size_per_gpu(), engine.gradient_accumulation_steps()) == (4, 1)
-    return texts
-
-
-def test_the_batch_triangle_counts_the_ranks_there_are() -> None:
-    for first, second, third in run_ranks(wrong_triangle, 2, init_group=False):
-        assert "16 != 2*2*2 = 8" in first and first == second
-        assert "7 is not divisible by 2 ranks" in third
-
-
 # ------------------------------------------------------------------------------------- reading and writing full values
 
 
@@ -415,92 +353,3 @@ def reach_in(rank: int, world: int, stage: int) -> None:
 @pytest.mark.parametrize("stage", STAGES)
 def test_full_values_can_be_read_and_written(stage: int) -> None:
     run_ranks(reach_in, 2, stage)
-
-
-# -------------------------------------------------------------------------------------------------------------- data
-
-
-def loader_of(rank: int, world: int, drop_last: bool) -> list[list[list[int]]]:
-    data = list(range(11))
-    _, _, loader, _ = deepspeed.initialize(
-        model=Toy(), config=toy_config(1, dataloader_drop_last=drop_last), training_data=data,
-        collate_fn=lambda batch: torch.tensor(batch),
-    )  # fmt: skip
-    assert loader is not None and loader.batch_size == models.MICRO
-    return [[batch.tolist() for batch in loader] for _ in range(2)]
-
-
-@pytest.mark.parametrize("drop_last", [False, True])
-def test_the_dataloader_splits_every_epoch_over_the_ranks(drop_last: bool) -> None:
-    ranks = run_ranks(loader_of, 2, drop_last)
-    for epoch in range(2):
-        seen = [x for rank in ranks for batch in rank[epoch] for x in batch]
-        assert len(seen) == 12 if not drop_last else len(seen) == 12 // 2 // models.MICRO * 2 * models.MICRO
-        assert drop_last or set(seen) == set(range(11))
-        assert [len(batch) for batch in ranks[0][epoch]] == [len(batch) for batch in ranks[1][epoch]]
-    assert ranks[0][0] != ranks[0][1], "the next epoch has another order"
-
-
-# ----------------------------------------------------------------------------------------- one process, no launcher
-
-
-def test_a_script_without_a_launcher(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    path = tmp_path / "ds.json"
-    path.write_text(json.dumps(toy_config(3, zero_optimization={"stage": 3, "reduce_bucket_size": 5e8})))
-    parser = deepspeed.add_config_arguments(argparse.ArgumentParser())
-    args = parser.parse_args(["--deepspeed", "--deepspeed_config", str(path)])
-    with caplog.at_level(logging.WARNING, logger="onecopy"):
-        engine, *_ = deepspeed.initialize(args=args, model=Toy())
-    assert "zero_optimization.reduce_bucket_size" in caplog.text
-    for x in (1.0, 3.0):
-        engine.backward(engine(x))
-        engine.step()
-    assert engine.module.w.item() == pytest.approx(0.8)
-    for config_args in ({"config": str(path)}, {"config_params": path}, {"args": {"deepspeed_config": str(path)}}):
-        assert deepspeed.initialize(model=Toy(), **config_args)[0].zero_optimization_stage() == 3
-
-
-@pytest.mark.parametrize(
-    ("arguments", "part"),
-    [
-        ({"config": {}}, "needs a model"),
-        ({"model": Toy()}, "no configuration"),
-        ({"model": Toy(), "config": {}, "config_params": {}}, "config and config_params; keep one"),
-        ({"model": Toy(), "config": {}, "mpu": object()}, "mpu"),
-        ({"model": Toy(), "config": {"optimizer": SGD}, "training_data": [1, 2]}, "train_micro_batch_size_per_gpu"),
-        ({"model": Toy(), "config": toy_config(1), "training_data": iter([1])}, "without a length"),
-        ({"model": Toy(), "config": {"zero_optimization": {"stge": 1}}}, "did you mean zero_optimization.stage?"),
-    ],
-)
-def test_calls_that_cannot_be_right_are_refused(arguments: dict[str, Any], part: str) -> None:
-    with pytest.raises(ConfigError) as info:
-        deepspeed.initialize(**arguments)
-    assert part in str(info.value)
-
-
-def test_process_groups(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(EngineError, match="dist_init_required is False"):
-        deepspeed.init_distributed(dist_init_required=False)
-    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "4")
-    with pytest.raises(EngineError, match="mpirun"):
-        deepspeed.init_distributed()
-    monkeypatch.delenv("OMPI_COMM_WORLD_SIZE")
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.delenv("RANK", raising=False)
-    with pytest.raises(EngineError, match="RANK"):
-        deepspeed.init_distributed()
-    with pytest.raises(OneCopyError, match="RANK"), deepspeed.zero.Init():
-        pass
-    monkeypatch.delenv("WORLD_SIZE")
-    deepspeed.init_distributed("gloo", verbose=False)
-    try:
-        deepspeed.init_distributed()
-        assert (deepspeed.comm.get_world_size(), deepspeed.comm.get_rank(), deepspeed.comm.get_local_rank()) == (
-            1,
-            0,
-            0,
-        )
-        assert deepspeed.comm.is_initialized()
-    finally:
-        torch.distributed.destroy_process_group()
-    assert os.environ.get("MASTER_PORT") is None or "MASTER_ADDR" in os.environ

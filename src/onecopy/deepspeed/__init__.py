@@ -103,8 +103,8 @@ def initialize(
 def _source(args: Any, config: ConfigSource | None, config_params: ConfigSource | None) -> ConfigSource:
     """The one configuration among the three places it may be given in."""
     of_args = args.get("deepspeed_config") if isinstance(args, Mapping) else getattr(args, "deepspeed_config", None)
-    given = {"config": config, "config_params": config_params, "args.deepspeed_config": of_args}
-    given = {name: source for name, source in given.items() if source is not None}
+    places = {"config": config, "config_params": config_params, "args.deepspeed_config": of_args}
+    given: dict[str, ConfigSource] = {name: source for name, source in places.items() if source is not None}
     if not given:
         raise ConfigError("no configuration: pass config=<dict or path>, or --deepspeed_config on the command line")
     if len(given) > 1:

@@ -49,7 +49,7 @@ def init_distributed(
         return
     ranks = _launched_ranks()
     if ranks == 1:
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, **extra)
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, **extra)  # type: ignore[attr-defined]
         return
     missing = [name for name in ("RANK", "MASTER_ADDR") if name not in os.environ]
     if missing:

@@ -43,15 +43,15 @@ class DeepSpeedEngine(Engine):
 
     # training ----------------------------------------------------------------------------------------------------
 
-    def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
+    def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True, **options: Any) -> Tensor:
         """Backward of this micro-batch; returns the loss as it counts in the step, divided by the accumulation steps.
 
-        ``scale_wrt_gas=False``: ``loss`` is divided already.
+        ``scale_wrt_gas=False``: ``loss`` is divided already. ``options`` are those of ``Tensor.backward``.
         """
         steps = self.plan.batch.accumulation
         counted = loss / steps if scale_wrt_gas else loss
         # The engine divides gradients by the accumulation count, so a loss that is divided already is multiplied first.
-        super().backward(loss if scale_wrt_gas else loss * steps, retain_graph=retain_graph)
+        super().backward(loss if scale_wrt_gas else loss * steps, retain_graph=retain_graph, **options)
         return counted.detach()
 
     def get_global_grad_norm(self) -> float | None:
