@@ -46,23 +46,24 @@ class Pending:
 
 
 class Message:
-    """Names what one buffer sends: the kind of op, the buffer's index, and how often it has been sent.
+    """Names what one buffer sends: the kind of op, the engine, the buffer's index, and how often it has been sent.
 
     All ranks count alike, so two ranks that disagree about what they are doing never pair two different things.
+    ``kind`` is what the traffic is booked under; a buffer that spreads gradients beside parameters says ``second``.
     """
 
-    __slots__ = ("_index", "_kind", "_sent", "kind")
+    __slots__ = ("_name", "_sent", "kind")
 
-    def __init__(self, kind: str, index: int) -> None:
+    def __init__(self, kind: str, engine: int, index: int, second: bool = False) -> None:
         self.kind = kind
-        self._kind = _KINDS.index(kind)
-        self._index = index
+        place = len(_KINDS) if second else _KINDS.index(kind)
+        self._name = (place << 29) | ((engine & 0x1F) << 24) | ((index & 0xFFF) << 12)
         self._sent = 0
 
     def tag(self) -> int:
         """The next message's number, below 2**31."""
         self._sent += 1
-        return (self._kind << 28) | ((self._index & 0xFFFF) << 12) | (self._sent & 0xFFF)
+        return self._name | (self._sent & 0xFFF)
 
 
 class Edge(Protocol):

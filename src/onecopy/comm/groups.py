@@ -70,10 +70,22 @@ class Ranks:
         return self.rank < self.mesh.within
 
 
+# Groups by mesh, for the default group they were made under: engines of one process share them.
+_FORMED: dict[Mesh, tuple[object, Ranks]] = {}
+
+
 def form_groups(mesh: Mesh, device: torch.device) -> Ranks:
-    """Make the groups of ``mesh``; collective over all ranks, which must call it with the same mesh."""
+    """The groups of ``mesh``, made at its first use; collective over all ranks, which must call it with the same mesh."""
     if mesh.world == 1:
         return Ranks(0, mesh, device)
+    world, ranks = _FORMED.get(mesh, (None, None))
+    if world is not dist.group.WORLD or ranks is None or ranks.device != device:
+        ranks = _form(mesh, device)
+        _FORMED[mesh] = (dist.group.WORLD, ranks)
+    return ranks
+
+
+def _form(mesh: Mesh, device: torch.device) -> Ranks:
     rank = dist.get_rank()
     rows = [[group * mesh.within + member for member in range(mesh.within)] for group in range(mesh.across)]
     columns = [list(column) for column in zip(*rows, strict=True)]

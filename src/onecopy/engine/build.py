@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import os
 import weakref
 from collections.abc import Callable
@@ -14,7 +15,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from onecopy.comm.collectives import Edge, edge_for
+from onecopy.comm.collectives import Edge, Message, edge_for
 from onecopy.comm.groups import Ranks, ensure_process_group, form_groups, world_size
 from onecopy.engine.deferred import materialise_meta, whole_values
 from onecopy.engine.gathering import Gathering
@@ -36,6 +37,9 @@ from onecopy.schedule.lower import Facts, Schedule, lower
 from onecopy.tiers.memory import DeviceMemory
 
 __all__ = ["Core", "build_core", "default_device"]
+
+# Engines in the order in which they are made, the same on all ranks.
+_ENGINES = itertools.count()
 
 SchedulerFactory = Callable[[Optimizer], LRScheduler]
 
@@ -225,6 +229,7 @@ def _make_units(
     edges: tuple[Edge | None, Edge | None],
     memory: DeviceMemory,
 ) -> list[UnitRun]:
+    engine = next(_ENGINES)
     by_name = {known[0]: param for param, known in names.items()}
     place = {buffer: index for index, buffer in enumerate(schedule.buffers)}
     runs = []
@@ -232,9 +237,12 @@ def _make_units(
         run = UnitRun(unit.name, unit.entries)
         for buffer in schedule.of(unit.name):
             params = [by_name[slot.param.name] for slot in buffer.layout.slots]
-            run.weights.append(Weights(buffer, params, piece, edges[0], memory, place[buffer]))
+            index = place[buffer]
+            moves = "gather" if buffer.cut(buffer.row.parameter.rest) else "spread"
+            run.weights.append(Weights(buffer, params, piece, edges[0], memory, Message(moves, engine, index)))
             if buffer.trainable:
-                run.gradients.append(Gradients(buffer, piece, edges[1], memory, place[buffer]))
+                messages = Message("reduce", engine, index), Message("spread", engine, index, second=True)
+                run.gradients.append(Gradients(buffer, piece, edges[1], memory, messages))
         run.trainable = sum(len(gradients.used) for gradients in run.gradients)
         run.expected_uses = len(run.entries)
         run.waits_for_input = any(not weights.spec.trainable and weights.cut for weights in run.weights)

@@ -17,6 +17,7 @@ from torch import nn
 
 from onecopy.comm.groups import ensure_process_group, world_size
 from onecopy.engine.parameter import HOME, hide, home_of
+from onecopy.engine.weights import ParameterHome
 from onecopy.errors import EngineError
 
 __all__ = ["BornHome", "deferred", "materialise_meta", "whole_values"]
@@ -152,6 +153,8 @@ def whole_values(param: nn.Parameter) -> torch.Tensor | None:
     home = home_of(param)
     if isinstance(home, BornHome):
         return home.whole()
-    if home is not None:
-        raise EngineError(f"parameter {home.name!r} belongs to another engine; close() that one first")
+    if isinstance(home, ParameterHome):
+        if home.weights.core is not None and home.weights.core() is not None:
+            raise EngineError(f"parameter {home.name!r} belongs to another engine; close() that one first")
+        return home.weights.read(home.slot)
     return None if param.device.type == "meta" else param.detach()

@@ -140,6 +140,19 @@ class Engine(nn.Module):
             self._core.stepper.discard()
         self._core.rounds.interrupted = False
 
+    def close(self) -> None:
+        """Detach from the model: hooks go, open gradients are dropped, and the parameters may join another engine.
+
+        Parameters that rest whole are ordinary ones from here on; sharded ones stay sharded.
+        """
+        core = self._core
+        core.hooks.remove()
+        if core.stepper is not None:
+            core.stepper.discard()
+        for unit in core.run.units:
+            for weights in unit.weights:
+                weights.core = None
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Does nothing: gradients are dropped by :meth:`step`, so one in the middle of a window loses nothing."""
 

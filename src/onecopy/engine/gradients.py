@@ -24,7 +24,7 @@ class Gradients:
     ========  ==========================================================================================
     """
 
-    def __init__(self, spec: Buffer, piece: int, edge: Edge | None, memory: DeviceMemory, index: int) -> None:
+    def __init__(self, spec: Buffer, piece: int, edge: Edge | None, memory: DeviceMemory, messages: tuple[Message, Message]):
         self.spec = spec
         self.piece = piece
         self.edge = edge
@@ -33,7 +33,7 @@ class Gradients:
         self.current: torch.Tensor | None = None
         self.total: torch.Tensor | None = None
         self.pending: Pending | None = None
-        self._messages = Message("reduce", index), Message("spread", index + (1 << 15))
+        self._messages = messages
         self.filling = False
         self._transit = 0
         self.used = [False] * len(spec.layout.slots)

@@ -30,7 +30,7 @@ class Weights:
     """
 
     def __init__(
-        self, spec: Buffer, params: list[nn.Parameter], piece: int, edge: Edge | None, memory: DeviceMemory, index: int
+        self, spec: Buffer, params: list[nn.Parameter], piece: int, edge: Edge | None, memory: DeviceMemory, message: Message
     ) -> None:
         self.spec = spec
         self.params = params
@@ -41,7 +41,7 @@ class Weights:
         self.present = True
         self.pins = 0
         self.pending: Pending | None = None
-        self._message = Message("gather" if self.cut else "spread", index)
+        self._message = message
         dtype = getattr(torch, spec.dtype)
         self.full = memory.alloc("gather buffer" if self.cut else "parameter", spec.layout.padded, dtype)
         own = self.full[piece * spec.layout.shard : (piece + 1) * spec.layout.shard]
@@ -131,6 +131,17 @@ class Weights:
         for param in self.params:
             show(param)
         self.present = True
+
+    def read(self, slot: Slot) -> torch.Tensor:
+        """A copy of the whole parameter in ``slot``; collective where it is cut."""
+        was_present = self.present
+        if not was_present:
+            self.start_gather()
+            self.finish_gather()
+        value = self.full[slot.start : slot.stop].view(slot.param.shape).clone()
+        if not was_present:
+            self.free()
+        return value
 
     def free(self) -> None:
         """Give the full buffer's memory back; the parameters keep their shapes and refuse to be read."""
