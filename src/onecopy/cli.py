@@ -129,6 +129,7 @@ def _summary(outcome: Outcome) -> dict[str, Any]:
 
 def _fail(outcome: Outcome, as_json: bool, note: str = "") -> None:
     """Say what went wrong, the traceback last, and leave with the failing rank's exit code."""
+    Console(stderr=True).show_cursor()  # a rank that was ended under its progress bar left it hidden
     if as_json:
         typer.echo(json.dumps(_summary(outcome)))
     if outcome.failure is not None:

@@ -25,6 +25,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 import onecopy
 from onecopy import errors, gpt
+from onecopy.checkpoint.store import complete_tags
 from onecopy.errors import ConfigError
 from onecopy.launch import Failure, Outcome, run_ranks
 from onecopy.report.measure import compare_table, human_bytes, human_count, lines, plan_table
@@ -289,8 +290,16 @@ class Trainer:
     def resume(self) -> None:
         """Load the newest complete checkpoint, if there is one. Collective."""
         folder = _checkpoints(self.settings)
-        if any(folder.glob("step*")):
-            self.consumed = self.engine.load(folder)["consumed"]
+        there = sorted(path.name for path in folder.glob("step*"))
+        if there:
+            # A run that was killed may have left the newest unreadable; one older is better than none.
+            complete = [tag for tag in there if tag in complete_tags(folder)]
+            tag = complete[-1] if complete else there[-1]
+            if tag != there[-1]:
+                self.console.print(
+                    f"note: {folder / there[-1]} is not complete; {tag} is", highlight=False, soft_wrap=True
+                )
+            self.consumed = self.engine.load(folder, tag=tag)["consumed"]
             self.resumed_from = self.engine.global_steps
             self.console.print(
                 f"resuming from step {self.resumed_from} in {self.settings.run.out}", highlight=False, soft_wrap=True
