@@ -6,7 +6,15 @@ other ranks did are raised on every rank.
 
 from __future__ import annotations
 
-__all__ = ["ConfigError", "EngineError", "OneCopyError", "PlanError", "RankMismatchError", "ShardedReadError"]
+__all__ = [
+    "CheckpointError",
+    "ConfigError",
+    "EngineError",
+    "OneCopyError",
+    "PlanError",
+    "RankMismatchError",
+    "ShardedReadError",
+]
 
 
 class OneCopyError(Exception):
@@ -31,3 +39,7 @@ class RankMismatchError(EngineError):
 
 class ShardedReadError(EngineError):
     """A sharded parameter was read outside a gather: wrap the read in ``onecopy.gathered(...)``."""
+
+
+class CheckpointError(OneCopyError, RuntimeError):
+    """A checkpoint cannot be written, is not there, is damaged, or is not one of this model: nothing was loaded."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -11,6 +12,9 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from onecopy.checkpoint.load import Loaded, load
+from onecopy.checkpoint.save import save
+from onecopy.checkpoint.whole import full_state_dict
 from onecopy.engine.build import Core
 from onecopy.engine.precision import LossScaler
 from onecopy.engine.step import raise_at_floor
@@ -195,6 +199,60 @@ class Engine(nn.Module):
         core.rounds.learn_order(core.ranks)
         self._measure(gradient)
         return verdict.finite
+
+    # Whole values, and checkpoints
+
+    def full_state_dict(self, rank0_only: bool = False) -> dict[str, torch.Tensor]:
+        """What ``state_dict()`` of the unsharded model would be, by bare names, copied to the host. Collective.
+
+        Parameters have the dtype they compute in; tied ones are one tensor under each of their names. ``rank0_only``:
+        other ranks get an empty dict. Beside the result, one unit is whole at a time.
+        """
+        return full_state_dict(self, rank0_only)
+
+    def save(
+        self,
+        directory: str | os.PathLike[str],
+        tag: str | None = None,
+        client_state: dict[str, Any] | None = None,
+        *,
+        latest: bool = True,
+        patience: float = 30.0,
+    ) -> str:
+        """Write a checkpoint of all that training goes on from; returns its folder, ``directory/tag``. Collective.
+
+        ``tag``: default ``step<global_steps>``; a checkpoint that has it already is replaced. ``client_state``: a dict
+        of JSON values that :meth:`load` returns. ``latest``: make it the one that :meth:`load` picks. ``patience``:
+        seconds to wait for ranks that have not called it. What is written is visible only once it is complete and
+        durable. See ``docs/checkpoint.md``.
+
+        Raises :class:`~onecopy.errors.CheckpointError` on every rank, with nothing left behind and what was there
+        intact, when one rank cannot write, and in the middle of an accumulation window.
+        """
+        return save(self, directory, tag, client_state, latest, patience)
+
+    def load(
+        self,
+        directory: str | os.PathLike[str],
+        tag: str | None = None,
+        *,
+        optimizer_states: bool = True,
+        scheduler_states: bool = True,
+        strict: bool = True,
+        patience: float = 30.0,
+    ) -> Loaded:
+        """Go on from the checkpoint ``tag`` of ``directory``, by default its latest; returns the client state.
+        Collective.
+
+        The number of ranks, the plan and the precision may be others than those it was saved with. Without
+        ``optimizer_states`` moments, group options, loss scale and step counts stay as they are, without
+        ``scheduler_states`` schedule and learning rates. ``strict=False`` loads what matches and warns of the rest,
+        which is in ``.differences`` of the result.
+
+        Raises :class:`~onecopy.errors.CheckpointError` on every rank when there is no such checkpoint, a file is
+        missing or damaged, or the model is another one; the engine is then as it was.
+        """
+        return load(self, directory, tag, optimizer_states, scheduler_states, strict, patience)
 
     # Ledgers
 

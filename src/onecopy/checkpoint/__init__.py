@@ -1,0 +1,1 @@
+"""Checkpoints: safetensors and one JSON manifest per step, loaded by any number of ranks under any plan."""

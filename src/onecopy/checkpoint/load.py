@@ -1,0 +1,266 @@
+"""``engine.load``: every rank reads the elements it keeps, whoever wrote them.
+
+1. *meet*     all ranks are in the same call, or an error says which are not
+2. *find*     rank 0 picks the checkpoint, so that all load the same one
+3. *match*    every rank compares names, shapes and options with its model, and looks each range up in the files
+4. *read*     the ranges go to where the plan keeps them; up to here the engine is as it was
+5. *restore*  group options, schedule, loss scale, counters
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from onecopy.checkpoint import meeting, store
+from onecopy.checkpoint.format import Manifest, Parameter, State, Stored, decode, parse
+from onecopy.checkpoint.match import Differences, Match, groups_here, match
+from onecopy.checkpoint.modules import extra_modules, persistent_buffers
+from onecopy.checkpoint.save import check_at_rest
+from onecopy.checkpoint.tensors import Reader
+from onecopy.engine.weights import Weights
+from onecopy.errors import CheckpointError
+from onecopy.optim import Piece
+from onecopy.plan.layout import Slot
+
+if TYPE_CHECKING:
+    from onecopy.engine.build import Core
+    from onecopy.engine.engine import Engine
+
+__all__ = ["Loaded", "load"]
+
+# How a group is stepped, not what the step is: these stay as the optimizer was built here.
+_EXECUTION = frozenset(("foreach", "fused", "capturable", "differentiable"))
+_SCHEDULED = frozenset(("lr", "initial_lr"))
+
+
+class Loaded(dict[str, Any]):
+    """The client state that was saved. ``path``: the checkpoint's folder; ``differences``: what did not match, by kind,
+    empty unless ``strict=False`` let it pass."""
+
+    path: str
+    differences: Differences
+
+
+def load(
+    engine: Engine,
+    directory: str | os.PathLike[str],
+    tag: str | None,
+    optimizer_states: bool,
+    scheduler_states: bool,
+    strict: bool,
+    patience: float,
+) -> Loaded:
+    """See :meth:`onecopy.Engine.load`."""
+    meeting.meet("load", f"{engine.global_steps}.{engine.micro_steps}", patience)
+    meeting.same("what to load", (tag, optimizer_states, scheduler_states, strict))
+    meeting.together(lambda: check_at_rest(engine, "load"))
+    found = meeting.from_rank0(lambda: store.find(Path(directory), tag))
+    folder = Path(directory) / found.folder.name
+    groups = groups_here(engine)
+    wanted = Wanted(optimizer_states, scheduler_states, strict)
+    loading = meeting.together(lambda: Loading(engine, folder, found.text, groups, wanted))
+    try:
+        meeting.together(loading.read)
+        meeting.together(loading.restore)
+    except CheckpointError as error:
+        raise CheckpointError(f"{error}. The engine holds a part of {folder} now; load again to go on") from error
+    loaded = Loaded(decode(loading.manifest.client_state))
+    loaded.path, loaded.differences = str(folder), loading.match.differences
+    if loading.match.differences.any() and meeting.my_rank() == 0:
+        warnings.warn(f"loaded {folder} with differences: {loading.match.differences}", stacklevel=3)
+    return loaded
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What the caller of ``load`` asked for."""
+
+    optimizer_states: bool
+    scheduler_states: bool
+    strict: bool
+
+
+class Loading:
+    """One load on one rank. Making it checks everything that can be checked before anything is changed.
+
+    Raises :class:`CheckpointError` for files that are missing or damaged, and, when ``strict``, for any difference.
+    """
+
+    def __init__(self, engine: Engine, folder: Path, text: str, groups: list[list[str]], wanted: Wanted) -> None:
+        self.engine = engine
+        self.core: Core = engine._core
+        self.folder = folder
+        self.manifest: Manifest = parse(text, str(folder / "manifest.json"))
+        # An engine without an optimizer has nothing to put these into.
+        self.optimizer_states = wanted.optimizer_states and self.core.tiles is not None
+        self.scheduler_states = wanted.scheduler_states and self.core.tiles is not None
+        self.counts = wanted.optimizer_states
+        self.reader = Reader(folder, {name: facts["bytes"] for name, facts in self.manifest.files.items()})
+        if meeting.my_rank() == 0:
+            for name in self.manifest.files:
+                self.reader.check_file(name)
+        self.match: Match = match(engine, self.manifest, groups, self.optimizer_states, self.scheduler_states)
+        if self.match.differences.any() and (wanted.strict or not self.match.parameters):
+            raise CheckpointError(f"{folder} is not a checkpoint of this model: {self.match.differences}")
+        self._check_sources()
+
+    # Matching
+
+    def _check_sources(self) -> None:
+        """Look up every range that this rank is going to read."""
+        for weights, slot in self._slots():
+            record = self.match.parameters[slot.param.name]
+            for base, tensor in self._targets(weights):
+                part = slot.local(base, base + tensor.numel())
+                if part is not None:
+                    self._check_range(record, "weight", record.weight, part[0] - slot.start, part[1] - slot.start)
+            piece = self._piece(slot)
+            if piece is not None:
+                for key, state in record.moments.items():
+                    self._check_range(record, key, state, piece.offset, piece.offset + piece.param.numel())
+        for stored in self.match.buffers.values():
+            self.reader.check(stored, stored.shape, stored.dtype)
+
+    def _check_range(self, record: Parameter, what: str, state: State, start: int, stop: int) -> None:
+        try:
+            spans = list(state.covering(start, stop))
+        except ValueError as error:
+            raise CheckpointError(
+                f"{self.folder / 'manifest.json'} is damaged: of {what!r} of {record.names[0]!r} {error}"
+            ) from error
+        for span, _, _ in spans:
+            self.reader.check(span, (span.stop - span.start,), state.dtype)
+
+    def _slots(self) -> list[tuple[Weights, Slot]]:
+        return [
+            (weights, slot)
+            for unit in self.core.run.units
+            for weights in unit.weights
+            for slot in weights.spec.layout.slots
+            if slot.param.name in self.match.parameters
+        ]
+
+    def _targets(self, weights: Weights) -> list[tuple[int, Tensor]]:
+        """The tensors that rest in memory, each with the element of the flat buffer it begins at."""
+        shard = weights.piece * weights.spec.layout.shard
+        rests = (shard, weights.shard) if weights.cut else (0, weights.full)
+        return [rests] if weights.master is None else [(weights.stepped()[0], weights.master), rests]
+
+    def _piece(self, slot: Slot) -> Piece | None:
+        """What this rank steps of the parameter, when its optimizer states are to be loaded."""
+        if not self.optimizer_states or self.core.tiles is None or slot.param.name not in self.match.stepped:
+            return None
+        return self.core.tiles.of_param.get(slot.param.name)
+
+    # Reading
+
+    def read(self) -> None:
+        """Fill weights, master weights, moments and buffers."""
+        self.core.gathering.release_all()
+        for unit in self.core.run.units:
+            for weights in unit.weights:
+                weights.notice_writes()  # or the next step would take what somebody wrote before for newer than this
+        with torch.no_grad():
+            for weights, slot in self._slots():
+                self._read_weight(weights, slot)
+                piece = self._piece(slot)
+                if piece is not None:
+                    self._read_moments(piece, self.match.parameters[slot.param.name])
+            for name, buffer in persistent_buffers(self.engine.module).items():
+                if name in self.match.buffers:
+                    buffer.copy_(self.reader.whole(self.match.buffers[name]))
+        self._read_extra()
+        self.reader.close()
+
+    def _read_weight(self, weights: Weights, slot: Slot) -> None:
+        """The master weights as they were saved, and what rests of the parameter rounded from the same values."""
+        state = self.match.parameters[slot.param.name].weight
+        for base, tensor in self._targets(weights):
+            part = slot.local(base, base + tensor.numel())
+            if part is not None:
+                self._fill(tensor[part[0] - base : part[1] - base], state, part[0] - slot.start)
+
+    def _fill(self, out: Tensor, state: State, start: int) -> None:
+        """``out`` becomes elements ``[start, start + out.numel())`` of ``state``."""
+        for span, low, high in state.covering(start, start + out.numel()):
+            out[low - start : high - start].copy_(self.reader.read(span, low, high))
+
+    def _read_moments(self, piece: Piece, record: Parameter) -> None:
+        """Make the optimizer's state of ``piece`` what it was; one that was never stepped has none."""
+        assert self.core.tiles is not None
+        states, param = self.core.tiles.optimizer.state, piece.param
+        former, fresh = states.pop(param, {}), {}
+        for key, value in record.scalars.items():
+            fresh[key] = self._scalar(key, decode(value), piece)
+        for key, state in record.moments.items():
+            saved = getattr(torch, state.dtype)
+            # A moment in the weights' own dtype follows them into another precision.
+            dtype = param.dtype if state.dtype == record.weight.dtype else saved
+            held = former.get(key)
+            if not isinstance(held, Tensor) or held.shape != param.shape or held.dtype != dtype:
+                held = torch.empty(param.shape, dtype=dtype, device=param.device)
+            self._fill(held, state, piece.offset)
+            fresh[key] = held
+        if fresh:
+            states[param] = fresh
+
+    def _scalar(self, key: str, value: Any, piece: Piece) -> Any:
+        """torch keeps the step count on the host unless the kernel reads it; other numbers are with the weights."""
+        assert self.core.tiles is not None
+        group = self.core.tiles.optimizer.param_groups[piece.group]
+        on_host = key == "step" and not group.get("fused") and not group.get("capturable")
+        if not isinstance(value, Tensor) or on_host:
+            return value
+        return value.to(piece.param.device)
+
+    def _read_extra(self) -> None:
+        for name, module in extra_modules(self.engine.module).items():
+            kept = self.match.extra.get(name)
+            if kept is not None and "tensor" in kept:
+                module.set_extra_state(self.reader.whole(Stored.model_validate(kept["tensor"])).clone())
+            elif kept is not None:
+                module.set_extra_state(decode(kept["value"]))
+
+    # Restoring
+
+    def restore(self) -> None:
+        """Group options, schedule, loss scale and counters, in the objects that others hold on to."""
+        engine, core, manifest = self.engine, self.core, self.manifest
+        if self.match.same_groups and manifest.optimizer is not None and core.optimizer is not None:
+            for group, saved in zip(core.optimizer.param_groups, manifest.optimizer.groups, strict=True):
+                self._restore_options(group, decode(saved.options))
+        if self.scheduler_states and self.match.same_scheduler and core.scheduler is not None:
+            assert manifest.scheduler is not None
+            core.scheduler.load_state_dict(decode(manifest.scheduler.state))
+        policy = engine._scaler.policy
+        if self.optimizer_states and policy is not None and policy.dynamic and manifest.loss_scale is not None:
+            engine._scaler.load(manifest.loss_scale)
+        if self.counts:
+            counters = manifest.counters
+            engine.global_steps, engine.skipped_steps = counters["global_steps"], counters["skipped_steps"]
+            engine.grad_norm = decode(counters["grad_norm"])
+            # In other windows a count in the middle of one would end the first too early.
+            accumulation = core.plan.batch.accumulation
+            same = manifest.plan.get("accumulation") == accumulation
+            engine.micro_steps = counters["micro_steps"] if same else engine.global_steps * accumulation
+
+    def _restore_options(self, group: dict[str, Any], saved: dict[str, Any]) -> None:
+        """The learning rate goes with the schedule where there is one; the group itself stays the same object."""
+        for key, value in saved.items():
+            with_schedule = key in _SCHEDULED and self.core.scheduler is not None
+            scheduled = self.scheduler_states and self.match.same_scheduler
+            wanted = scheduled if with_schedule else self.optimizer_states
+            if not wanted or key in _EXECUTION:
+                continue
+            held = group.get(key)
+            if isinstance(held, Tensor) and not isinstance(value, list | tuple | dict | None):
+                held.fill_(value)  # a tensor here is shared with captured or compiled steps
+            else:
+                group[key] = value

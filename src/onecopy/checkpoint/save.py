@@ -1,0 +1,347 @@
+"""``engine.save``: every rank writes the elements it answers for, rank 0 says what is where and makes it visible.
+
+1. *meet*     all ranks are in the same call, or an error says which are not
+2. *prepare*  every rank lists its pieces and checks what it is about to save; nothing is written yet
+3. *open*     rank 0 makes the folder, when there is room for all
+4. *write*    every rank writes its file and makes it durable
+5. *commit*   rank 0 writes the manifest, renames the folder to the tag, moves the pointer
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from onecopy.checkpoint import meeting
+from onecopy.checkpoint.format import (
+    VERSION,
+    Group,
+    Manifest,
+    OptimizerRecord,
+    Parameter,
+    SchedulerRecord,
+    Span,
+    State,
+    Stored,
+    dtype_name,
+    encode,
+    file_of,
+    ordered,
+)
+from onecopy.checkpoint.modules import extra_modules, persistent_buffers
+from onecopy.checkpoint.store import Draft, check_tag
+from onecopy.checkpoint.tensors import file_bytes, write_tensors
+from onecopy.engine.weights import Weights
+from onecopy.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from onecopy.engine.build import Core
+    from onecopy.engine.engine import Engine
+
+__all__ = ["check_at_rest", "save"]
+
+# A state's name in tensor keys: "weight", or the optimizer's name for it behind this.
+_MOMENT = "optimizer."
+
+
+@dataclass
+class Share:
+    """What this rank knows that rank 0 must hear. ``rows``: (parameter, state, dtype, start, stop) of each tensor."""
+
+    rows: list[tuple[str, str, str, int, int]] = field(default_factory=list)
+    scalars: dict[str, dict[str, Any]] = field(default_factory=dict)
+    groups: dict[str, int] = field(default_factory=dict)
+    bytes: int = 0
+
+
+@dataclass
+class Prepared:
+    """What this rank is going to write: its tensors, and its :class:`Share`."""
+
+    client: Any
+    groups: list[dict[str, Any]]
+    scheduler: SchedulerRecord | None
+    extra: dict[str, Any] = field(default_factory=dict)
+    tensors: list[tuple[str, Tensor]] = field(default_factory=list)
+    buffers: dict[str, Stored] = field(default_factory=dict)
+    share: Share = field(default_factory=Share)
+
+
+def save(
+    engine: Engine,
+    directory: str | os.PathLike[str],
+    tag: str | None,
+    client_state: dict[str, Any] | None,
+    latest: bool,
+    patience: float,
+) -> str:
+    """See :meth:`onecopy.Engine.save`."""
+    call = f"{engine.global_steps}.{engine.micro_steps}"
+    meeting.meet("save", call, patience)
+    named = tag if tag is not None else f"step{engine.global_steps:08d}"
+    meeting.same("the tag of the checkpoint", named)
+    prepared = meeting.together(lambda: _prepare(engine, named, client_state))
+    draft = Draft(Path(directory), named)
+    size = sum(meeting.tell(prepared.share.bytes))
+    nonce = meeting.from_rank0(lambda: draft.open(size))
+    try:
+        meeting.together(lambda: _write(draft, nonce, prepared))
+        shares = meeting.collect(prepared.share)
+        meeting.from_rank0(lambda: draft.commit(_manifest(engine, prepared, shares)))
+    except BaseException:
+        if meeting.my_rank() == 0:
+            draft.discard()
+        raise
+    if latest:
+        meeting.from_rank0(draft.point)
+    return str(draft.target)
+
+
+def check_at_rest(engine: Engine, what: str) -> None:
+    """Raise :class:`CheckpointError` when ``what`` would lose gradients or miss values that are being edited."""
+    core = engine._core
+    gradients = [gradients for unit in core.run.units for gradients in unit.gradients]
+    if core.rounds.interrupted or any(
+        held is not None for kept in gradients for held in (kept.fill, kept.current, kept.total)
+    ):
+        raise CheckpointError(
+            f"{what}() with gradients that no step has used: {engine.micro_steps} micro-batches are done, with "
+            f"accumulation over {core.plan.batch.accumulation}. Call it after the engine.step() that ends a window, or "
+            "call engine.discard_gradients() first"
+        )
+    if core.gathering.depth or any(weights.pins for unit in core.run.units for weights in unit.weights):
+        raise CheckpointError(f"{what}() inside a forward pass or `with onecopy.gathered(...)`; call it outside")
+
+
+# Preparing
+
+
+def _prepare(engine: Engine, tag: str, client_state: dict[str, Any] | None) -> Prepared:
+    check_tag(tag)
+    check_at_rest(engine, "save")
+    if client_state is not None and not isinstance(client_state, dict):
+        raise CheckpointError(f"client_state is a {type(client_state).__name__}; give a dict")
+    core, optimizer = engine._core, engine._core.optimizer
+    prepared = Prepared(
+        encode(client_state or {}, "client_state", tensors=False), _options(optimizer), _schedule(core.scheduler)
+    )
+    for unit in core.run.units:
+        for weights in unit.weights:
+            weights.notice_writes()
+            _add_weights(prepared, core, weights)
+    if core.ranks.rank == 0:
+        _add_modules(prepared, engine.module)
+    prepared.share.bytes = file_bytes(prepared.tensors)
+    return prepared
+
+
+def _options(optimizer: Optimizer | None) -> list[dict[str, Any]]:
+    """The options of each group of ``optimizer``."""
+    return [
+        {
+            key: encode(value, f"option {key!r} of optimizer group {at}")
+            for key, value in group.items()
+            if key != "params"
+        }
+        for at, group in enumerate(optimizer.param_groups if optimizer is not None else [])
+    ]
+
+
+def _schedule(scheduler: Any) -> SchedulerRecord | None:
+    if scheduler is None:
+        return None
+    kind = type(scheduler).__name__
+    if not hasattr(scheduler, "state_dict"):
+        raise CheckpointError(f"scheduler {kind} has no state_dict(), so it cannot be saved")
+    return SchedulerRecord(kind=kind, state=encode(scheduler.state_dict(), f"state of scheduler {kind}"))
+
+
+def _owned(core: Core, weights: Weights) -> tuple[int, int]:
+    """Elements ``[low, high)`` of the flat buffer that this rank writes: its shard without padding, of which every
+    replica has its part."""
+    low, high = weights.spec.layout.bounds(core.ranks.piece)
+    mesh = core.ranks.mesh
+    part = -(-(high - low) // mesh.across)
+    start = low + core.ranks.rank // mesh.within * part
+    return min(start, high), min(start + part, high)
+
+
+def _add_weights(prepared: Prepared, core: Core, weights: Weights) -> None:
+    """The parameters of one buffer, and the optimizer's states of them."""
+    low, high = _owned(core, weights)
+    source, base = weights.target(), weights.stepped()[0]
+    for slot in weights.spec.layout.slots:
+        part = slot.local(low, high)
+        if part is not None:
+            values = source[part[0] - base : part[1] - base]
+            _add(prepared, slot.param.name, "weight", values, part[0] - slot.start)
+    if core.tiles is None:
+        return
+    for piece in core.tiles.pieces.get(weights, []):
+        name = piece.home.name
+        prepared.share.groups[name] = piece.group
+        part = piece.home.slot.local(low, high)
+        start, stop = (part[0] - piece.home.slot.start, part[1] - piece.home.slot.start) if part else (0, 0)
+        scalars: dict[str, Any] = {}
+        for key, value in core.tiles.optimizer.state.get(piece.param, {}).items():
+            if isinstance(value, Tensor) and value.shape == piece.param.shape:
+                if part is not None:
+                    values = value[start - piece.offset : stop - piece.offset]
+                    _add(prepared, name, _MOMENT + key, values, start)
+            elif isinstance(value, Tensor) and value.numel() != 1:
+                raise CheckpointError(
+                    f"optimizer state {key!r} of {name!r} has shape {tuple(value.shape)} for {piece.param.numel()} "
+                    "elements; a checkpoint holds one number per element, or one for all"
+                )
+            else:
+                scalars[key] = encode(value, f"optimizer state {key!r} of {name!r}")
+        if scalars:
+            prepared.share.scalars[name] = scalars
+
+
+def _add(prepared: Prepared, name: str, state: str, values: Tensor, start: int) -> None:
+    stop = start + values.numel()
+    prepared.tensors.append((_key(name, state, start), values))
+    prepared.share.rows.append((name, state, dtype_name(values.dtype), start, stop))
+
+
+def _key(name: str, state: str, start: int) -> str:
+    return f"{name}/{state}/{start}"
+
+
+def _add_modules(prepared: Prepared, model: torch.nn.Module) -> None:
+    """Buffers and extra state; rank 0's stand for everybody's."""
+    keys: dict[int, Stored] = {}
+    for name, buffer in persistent_buffers(model).items():
+        if id(buffer) not in keys:
+            keys[id(buffer)] = _store(prepared, f"{name}/buffer", buffer)
+        prepared.buffers[name] = keys[id(buffer)]
+    for name, module in extra_modules(model).items():
+        value = module.get_extra_state()
+        if isinstance(value, Tensor):
+            prepared.extra[name] = {"tensor": _store(prepared, f"{name}/extra", value).model_dump()}
+        else:
+            prepared.extra[name] = {"value": encode(value, f"extra state {name!r}")}
+
+
+def _store(prepared: Prepared, key: str, tensor: Tensor) -> Stored:
+    prepared.tensors.append((key, tensor))
+    return Stored(file=file_of(0), key=key, shape=tuple(tensor.shape), dtype=dtype_name(tensor.dtype))
+
+
+# Writing
+
+
+def _write(draft: Draft, nonce: str, prepared: Prepared) -> None:
+    draft.check_shared(nonce)
+    prepared.share.bytes = write_tensors(draft.folder / file_of(meeting.my_rank()), prepared.tensors)
+
+
+def _manifest(engine: Engine, prepared: Prepared, shares: list[Share]) -> Manifest:
+    """On rank 0: what all ranks wrote."""
+    core = engine._core
+    parameters = _parameters(core, shares)
+    return Manifest(
+        format=VERSION,
+        library={"onecopy": _version(), "torch": str(torch.__version__)},
+        plan=_provenance(core),
+        counters={
+            "global_steps": engine.global_steps,
+            "skipped_steps": engine.skipped_steps,
+            "micro_steps": engine.micro_steps,
+            "grad_norm": encode(engine.grad_norm, "grad_norm"),
+        },
+        parameters=parameters,
+        buffers=prepared.buffers,
+        extra=prepared.extra,
+        optimizer=_optimizer(core.optimizer, prepared, shares, list(parameters)),
+        scheduler=prepared.scheduler,
+        loss_scale=engine._scaler.state() if core.plan.precision.loss_scale is not None else None,
+        client_state=prepared.client,
+        files={file_of(rank): {"bytes": share.bytes} for rank, share in enumerate(shares)},
+    )
+
+
+def _version() -> str:
+    from onecopy import __version__  # the public page imports this module
+
+    return __version__
+
+
+def _provenance(core: Core) -> dict[str, Any]:
+    """The plan that made the checkpoint. Of these, loading looks at ``accumulation`` alone."""
+    mesh = core.ranks.mesh
+    return {
+        "ranks": mesh.world,
+        "ranks_per_copy": mesh.within,
+        "accumulation": core.plan.batch.accumulation,
+        "dtype": core.plan.precision.dtype,
+        "text": repr(core.plan),
+    }
+
+
+def _parameters(core: Core, shares: list[Share]) -> dict[str, Parameter]:
+    spans: dict[str, dict[str, list[Span]]] = {}
+    dtypes: dict[tuple[str, str], str] = {}
+    for rank, share in enumerate(shares):
+        for name, state, dtype, start, stop in share.rows:
+            span = Span(file=file_of(rank), key=_key(name, state, start), start=start, stop=stop)
+            spans.setdefault(name, {}).setdefault(state, []).append(span)
+            dtypes[name, state] = dtype
+    specs = {slot.param.name: buffer for buffer in core.schedule.buffers for slot in buffer.layout.slots}
+    found = {}
+    for param, names in core.names.items():
+        name = names[0]
+        scalars = _scalars(name, shares)
+        spec = specs.get(name)
+        states = {
+            state: State(dtype=dtypes[name, state], spans=ordered(parts))
+            for state, parts in spans.get(name, {}).items()
+            if state == "weight" or state.removeprefix(_MOMENT) not in scalars
+        }
+        dtype = spec.dtype if spec is not None else dtype_name(param.dtype)
+        found[name] = Parameter(
+            names=tuple(names),
+            shape=tuple(param.shape),
+            dtype=dtype,
+            trainable=spec.trainable if spec is not None else param.requires_grad,
+            weight=states.pop("weight", State(dtype=dtype, spans=())),
+            moments={state.removeprefix(_MOMENT): held for state, held in states.items()},
+            scalars=scalars,
+        )
+    return found
+
+
+def _scalars(name: str, shares: list[Share]) -> dict[str, Any]:
+    """The optimizer's states of ``name`` that are one number, which every rank that steps a part of it must agree on.
+
+    A state of one number looks like one per element to the rank whose piece is one element; the others decide.
+    """
+    found: dict[str, Any] = {}
+    for rank, share in enumerate(shares):
+        for key, value in share.scalars.get(name, {}).items():
+            if found.setdefault(key, value) != value:
+                raise CheckpointError(
+                    f"optimizer state {key!r} of {name!r} is {value} on rank {rank} and {found[key]} before it; one "
+                    "number for the whole parameter must be the same on all ranks"
+                )
+    return found
+
+
+def _optimizer(
+    optimizer: Optimizer | None, prepared: Prepared, shares: list[Share], order: list[str]
+) -> OptimizerRecord | None:
+    if optimizer is None:
+        return None
+    group_of = {name: group for share in shares for name, group in share.groups.items()}
+    groups = tuple(
+        Group(params=tuple(name for name in order if group_of.get(name) == at), options=options)
+        for at, options in enumerate(prepared.groups)
+    )
+    return OptimizerRecord(kind=type(optimizer).__name__, groups=groups)

@@ -1,0 +1,227 @@
+"""The directory that checkpoints are kept in: how one becomes visible at once, and how one is found.
+
+::
+
+    directory/
+        latest                      the tag of the newest checkpoint
+        step00000100/               manifest.json and rank-*.safetensors
+        .step00000200.partial/      being written, or left by a save that was killed
+        .step00000100.replaced/     the former checkpoint of this tag, while a new one takes its place
+
+A folder gets a tag's name in one rename, after everything in it is durable; ``latest`` is replaced after that. Whenever
+a save is killed, what ``latest`` names is complete.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+import shutil
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from onecopy.checkpoint.format import MANIFEST, Manifest, parse
+from onecopy.checkpoint.tensors import sync_folder, write_durably
+from onecopy.errors import CheckpointError
+
+__all__ = ["POINTER", "Draft", "Found", "check_tag", "complete_tags", "find", "human"]
+
+POINTER = "latest"
+_TAG = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-+=@]*")
+_NONCE = "meeting-point"
+_SHARED_WITHIN = 5.0  # seconds that a network file system gets to show another machine's new file
+
+
+def human(size: int) -> str:
+    """``size`` bytes for people: ``"1.50 GiB"``; exact below a KiB."""
+    if size < 1024:
+        return f"{size} bytes"
+    value, unit = size / 1024, "KiB"
+    for unit in ("KiB", "MiB", "GiB", "TiB", "PiB"):
+        if value < 1024 or unit == "PiB":
+            break
+        value /= 1024
+    return f"{value:.2f} {unit}"
+
+
+def check_tag(tag: str) -> None:
+    """Raise :class:`CheckpointError` unless ``tag`` can be the name of one folder that no other file here has."""
+    if not isinstance(tag, str) or not _TAG.fullmatch(tag) or tag == POINTER:
+        raise CheckpointError(
+            f"tag {tag!r} cannot name a checkpoint; use letters, digits and _ . - + = @, no dot first, not {POINTER!r}"
+        )
+
+
+# Writing
+
+
+@dataclass(frozen=True)
+class Draft:
+    """A checkpoint that is being written: ``folder`` until :meth:`commit` names it ``target``."""
+
+    directory: Path
+    tag: str
+
+    @property
+    def folder(self) -> Path:
+        return self.directory / f".{self.tag}.partial"
+
+    @property
+    def target(self) -> Path:
+        return self.directory / self.tag
+
+    @property
+    def former(self) -> Path:
+        return self.directory / f".{self.tag}.replaced"
+
+    def open(self, size: int) -> str:
+        """Make an empty folder for ``size`` bytes; on one rank. Returns what :meth:`check_shared` is to be told.
+
+        Raises :class:`CheckpointError` when there is too little space, or something else has the tag's name.
+        """
+        self.directory.mkdir(parents=True, exist_ok=True)
+        self._settle_former()
+        if self.target.exists() and not (self.target / MANIFEST).is_file():
+            raise CheckpointError(f"{self.target} is no checkpoint, so it is not replaced; choose another tag")
+        self.discard()
+        free = shutil.disk_usage(self.directory).free
+        if free < size:
+            raise CheckpointError(
+                f"no space to save in {self.directory}: the checkpoint needs {human(size)}, {human(free)} are free"
+            )
+        self.folder.mkdir()
+        nonce = secrets.token_hex(16)
+        (self.folder / _NONCE).write_text(nonce)
+        return nonce
+
+    def check_shared(self, nonce: str) -> None:
+        """Raise :class:`CheckpointError` unless this rank sees the folder that :meth:`open` made."""
+        deadline = time.monotonic() + _SHARED_WITHIN
+        while True:
+            try:
+                if (self.folder / _NONCE).read_text() == nonce:
+                    return
+            except OSError:
+                pass  # not there (yet): told below
+            if time.monotonic() > deadline:
+                raise CheckpointError(
+                    f"ranks see different storage: {self.directory} is not the directory that rank 0 writes to. "
+                    "Save to a file system that all ranks share"
+                )
+            time.sleep(0.05)
+
+    def commit(self, manifest: Manifest) -> None:
+        """Make everything durable, then visible at once; on one rank, when all have written.
+
+        A former checkpoint with this tag is set aside first and removed last.
+        """
+        (self.folder / _NONCE).unlink()
+        write_durably(self.folder / MANIFEST, manifest.text())
+        sync_folder(self.folder)
+        replaces = self.target.exists()
+        if replaces:
+            os.rename(self.target, self.former)
+        try:
+            os.rename(self.folder, self.target)
+        except OSError:
+            if replaces:
+                os.rename(self.former, self.target)
+            raise
+        sync_folder(self.directory)
+        if self.former.exists():
+            shutil.rmtree(self.former)
+
+    def point(self) -> None:
+        """From now on this is the newest checkpoint."""
+        new = self.directory / f".{POINTER}.new"
+        write_durably(new, self.tag + "\n")
+        os.replace(new, self.directory / POINTER)
+        sync_folder(self.directory)
+
+    def discard(self) -> None:
+        """Remove what is written so far."""
+        if self.folder.exists():
+            shutil.rmtree(self.folder)
+
+    def _settle_former(self) -> None:
+        """After a save that was killed while it replaced this tag: bring the former back, or finish removing it."""
+        if self.former.exists():
+            if self.target.exists():
+                shutil.rmtree(self.former)
+            else:
+                os.rename(self.former, self.target)
+
+
+# Finding
+
+
+@dataclass(frozen=True)
+class Found:
+    """A checkpoint that exists: its folder and the text of its manifest."""
+
+    folder: Path
+    text: str
+
+
+def complete_tags(directory: Path) -> list[str]:
+    """Tags of the checkpoints in ``directory`` whose files are all there with their sizes, oldest first."""
+    if not directory.is_dir():
+        return []
+    found = []
+    for entry in directory.iterdir():
+        manifest = entry / MANIFEST
+        if entry.name.startswith(".") or not manifest.is_file():
+            continue
+        try:
+            files = parse(manifest.read_text(), str(manifest)).files
+        except (CheckpointError, OSError, UnicodeDecodeError):
+            continue  # not complete, so not listed
+        sizes = {entry / name: facts["bytes"] for name, facts in files.items()}
+        if all(path.is_file() and path.stat().st_size == size for path, size in sizes.items()):
+            found.append((manifest.stat().st_mtime_ns, entry.name))
+    return [tag for _, tag in sorted(found)]
+
+
+def find(directory: Path, tag: str | None) -> Found:
+    """The checkpoint ``tag`` of ``directory``, by default the one that ``latest`` names.
+
+    Raises :class:`CheckpointError` that names the path tried and lists the complete checkpoints there.
+    """
+    if not directory.is_dir():
+        raise CheckpointError(f"nothing to load: {directory} is no directory")
+    if (directory / MANIFEST).is_file() and not (directory / POINTER).exists():
+        raise CheckpointError(
+            f"{directory} is itself a checkpoint; give the directory it is in and its tag: "
+            f"load({str(directory.parent)!r}, tag={directory.name!r})"
+        )
+    named = tag if tag is not None else _pointed(directory)
+    check_tag(named)
+    folder = directory / named
+    if not folder.exists() and Draft(directory, named).former.exists():
+        # A save was killed after it set the former checkpoint aside and before the new one was in place.
+        folder = Draft(directory, named).former
+    path = folder / MANIFEST
+    why = f"{directory / POINTER} names {named!r}, but " if tag is None else ""
+    if not folder.is_dir():
+        raise CheckpointError(f"nothing to load: {why}{folder} does not exist. {_listed(directory)}")
+    try:
+        return Found(folder, path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"nothing to load: {why}{path} cannot be read ({error}). {_listed(directory)}") from error
+
+
+def _pointed(directory: Path) -> str:
+    pointer = directory / POINTER
+    try:
+        return pointer.read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"nothing to load: {pointer} cannot be read ({error}). {_listed(directory)}") from error
+
+
+def _listed(directory: Path) -> str:
+    tags = complete_tags(directory)
+    if not tags:
+        return f"{directory} has no complete checkpoint"
+    return f"Complete checkpoints in {directory}, oldest first: {', '.join(tags)}; choose one with tag="

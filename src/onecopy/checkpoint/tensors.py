@@ -1,0 +1,156 @@
+"""Tensors to and from safetensors files: written one at a time, read one range at a time.
+
+Files are written here and not by the safetensors package because that builds the whole file in memory first and does
+not make it durable. They are read with the package.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from onecopy.checkpoint.format import Span, Stored, dtype_name
+from onecopy.errors import CheckpointError
+
+__all__ = ["Reader", "file_bytes", "sync_folder", "write_durably", "write_tensors"]
+
+_CODES = {
+    "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "complex64": "C64",
+    "int64": "I64", "int32": "I32", "int16": "I16", "int8": "I8", "bool": "BOOL",
+    "uint64": "U64", "uint32": "U32", "uint16": "U16", "uint8": "U8",
+    "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2",
+}  # fmt: skip
+
+
+def _layout(tensors: Sequence[tuple[str, Tensor]]) -> tuple[bytes, list[Tensor]]:
+    """The file's header, and the tensors in the order of their bytes: wide elements first, so that each is aligned."""
+    header, order, at = {}, [], 0
+    for key, tensor in sorted(tensors, key=lambda item: -item[1].element_size()):
+        dtype = dtype_name(tensor.dtype)
+        if dtype not in _CODES:
+            raise CheckpointError(f"{key} has dtype {dtype}, which a safetensors file cannot hold")
+        stop = at + tensor.numel() * tensor.element_size()
+        header[key] = {"dtype": _CODES[dtype], "shape": list(tensor.shape), "data_offsets": [at, stop]}
+        order.append(tensor)
+        at = stop
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text, order
+
+
+def file_bytes(tensors: Sequence[tuple[str, Tensor]]) -> int:
+    """Size of the file that :func:`write_tensors` makes of ``tensors``.
+
+    Raises :class:`CheckpointError` for a dtype that safetensors does not know.
+    """
+    header, order = _layout(tensors)
+    return len(header) + sum(tensor.numel() * tensor.element_size() for tensor in order)
+
+
+def write_tensors(path: Path, tensors: Sequence[tuple[str, Tensor]]) -> int:
+    """Write ``tensors`` as a safetensors file and make it durable; returns its bytes.
+
+    Holds at most one of them beside what is there: a copy on the host where it is on an accelerator or has holes.
+    """
+    header, order = _layout(tensors)
+    with open(path, "wb") as file:
+        file.write(header)
+        for tensor in order:
+            if tensor.numel():
+                file.write(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+        _sync(file)
+        return file.tell()
+
+
+def write_durably(path: Path, text: str) -> int:
+    """Write ``text`` and make it durable; returns its bytes."""
+    with open(path, "wb") as file:
+        file.write(text.encode())
+        _sync(file)
+        return file.tell()
+
+
+def _sync(file: IO[bytes]) -> None:
+    file.flush()
+    os.fsync(file.fileno())
+
+
+def sync_folder(path: Path) -> None:
+    """Make the names in the folder ``path`` durable."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+class Reader:
+    """Ranges of the tensors in the files of one checkpoint.
+
+    A file is mapped, so a range costs the pages it is on and nothing else.
+    """
+
+    def __init__(self, folder: Path, sizes: dict[str, int]) -> None:
+        self.folder = folder
+        self.sizes = sizes
+        self._open: dict[str, Any] = {}
+        self._keys: dict[str, frozenset[str]] = {}
+
+    def check_file(self, name: str) -> None:
+        """Raise :class:`CheckpointError` when the file is missing or is not as long as it was when it was written."""
+        path = self.folder / name
+        if name not in self.sizes:
+            raise CheckpointError(f"the manifest in {self.folder} refers to {name}, which it does not list")
+        if not path.is_file():
+            raise CheckpointError(f"{path} is missing; it was {self.sizes[name]} bytes when the checkpoint was made")
+        found = path.stat().st_size
+        if found != self.sizes[name]:
+            raise CheckpointError(f"{path} is damaged: it has {found} bytes, {self.sizes[name]} were written")
+
+    def check(self, source: Span | Stored, shape: Sequence[int], dtype: str) -> None:
+        """Raise :class:`CheckpointError` unless the file has the tensor ``source`` names, of that shape and dtype."""
+        part = self._slice(source.file, source.key)
+        found, expected = (list(part.get_shape()), part.get_dtype()), (list(shape), _CODES.get(dtype))
+        if found != expected:
+            raise CheckpointError(
+                f"{self.folder / source.file} is damaged: {source.key!r} is {found[1]} of shape {found[0]}, the "
+                f"manifest says {expected[1]} of shape {expected[0]}"
+            )
+
+    def read(self, span: Span, start: int, stop: int) -> Tensor:
+        """Elements ``[start, stop)`` of the parameter, which ``span`` has. Do not keep it: it maps the whole file."""
+        part: Tensor = self._slice(span.file, span.key)[start - span.start : stop - span.start]
+        return part
+
+    def whole(self, stored: Stored) -> Tensor:
+        """A tensor that is stored as it is. Do not keep it: it maps the whole file."""
+        value: Tensor = self._file(stored.file).get_tensor(stored.key)
+        return value
+
+    def close(self) -> None:
+        """Give the mappings back."""
+        self._open.clear()
+
+    def _file(self, name: str) -> Any:
+        if name not in self._open:
+            self.check_file(name)
+            try:
+                opened = safe_open(self.folder / name, "pt")
+            except (SafetensorError, OSError, ValueError) as error:
+                raise CheckpointError(f"{self.folder / name} is damaged: {error}") from error
+            self._open[name] = opened
+            self._keys[name] = frozenset(opened.keys())  # type: ignore[no-untyped-call]
+        return self._open[name]
+
+    def _slice(self, file: str, key: str) -> Any:
+        opened = self._file(file)
+        if key not in self._keys[file]:
+            raise CheckpointError(f"{self.folder / file} is damaged: it has no tensor {key!r}")
+        return opened.get_slice(key)
