@@ -6,7 +6,17 @@
 >>> engine.step()
 """
 
-from onecopy.api import full_grad, full_param, full_state, gathered, initialize, set_full_grad, set_full_param, set_full_state
+from onecopy import errors
+from onecopy.api import (
+    full_grad,
+    full_param,
+    full_state,
+    gathered,
+    initialize,
+    set_full_grad,
+    set_full_param,
+    set_full_state,
+)
 from onecopy.engine.deferred import deferred
 from onecopy.engine.engine import Engine
 from onecopy.plan.config import load_config
@@ -25,6 +35,7 @@ __all__ = [
     "Rule",
     "Units",
     "deferred",
+    "errors",
     "full_grad",
     "full_param",
     "full_state",

@@ -57,9 +57,7 @@ def initialize(
 
 
 @contextmanager
-def gathered(
-    params: nn.Module | nn.Parameter | Iterable[nn.Parameter], write_rank: int | None = None
-) -> Iterator[None]:
+def gathered(params: nn.Module | nn.Parameter | Iterable[nn.Parameter], write_rank: int | None = None) -> Iterator[None]:
     """Within the context the full values of ``params`` are there on every rank. Collective.
 
     ``write_rank``: what that rank's code writes to them inside becomes everybody's, master weights included. Without
@@ -98,5 +96,3 @@ def set_full_grad(param: nn.Parameter, value: torch.Tensor) -> None:
 def set_full_state(param: nn.Parameter, name: str, value: torch.Tensor) -> None:
     """Make ``value`` (whole, the same on every rank) the optimizer's state ``name`` of ``param``."""
     inspect.write_state(param, name, value)
-
-

@@ -26,7 +26,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "codecs": {"plan"},
     "tiers": {"plan", "schedule", "codecs"},
     "comm": {"plan", "schedule", "codecs"},
-    "engine": {"plan", "schedule", "codecs", "tiers", "comm", "optim", "report", "checkpoint", "cluster"},
+    "engine": {"plan", "schedule", "codecs", "tiers", "comm", "optim", "report", "checkpoint", "cluster", "recipes"},
 }
 WITHOUT_DISTRIBUTED = ("plan", "schedule", "errors")
 STAGE_WORDS = re.compile(r"^(zero_?)?stage(_?(number|id|no))?$")

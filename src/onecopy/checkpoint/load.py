@@ -115,16 +115,17 @@ class Loading:
 
     def _check_sources(self) -> None:
         """Look up every range that this rank is going to read."""
-        for weights, slot in self._slots():
-            record = self.match.parameters[slot.param.name]
-            for base, tensor in self._targets(weights):
-                part = slot.local(base, base + tensor.numel())
-                if part is not None:
-                    self._check_range(record, "weight", record.weight, part[0] - slot.start, part[1] - slot.start)
-            piece = self._piece(slot)
-            if piece is not None:
-                for key, state in record.moments.items():
-                    self._check_range(record, key, state, piece.offset, piece.offset + piece.param.numel())
+        for weights in self._buffers():
+            for slot in self._slots(weights):
+                record = self.match.parameters[slot.param.name]
+                for base, tensor in self._targets(weights):
+                    part = slot.local(base, base + tensor.numel())
+                    if part is not None:
+                        self._check_range(record, "weight", record.weight, part[0] - slot.start, part[1] - slot.start)
+                piece = self._piece(slot)
+                if piece is not None:
+                    for key, state in record.moments.items():
+                        self._check_range(record, key, state, piece.offset, piece.offset + piece.param.numel())
         for stored in self.match.buffers.values():
             self.reader.check(stored, stored.shape, stored.dtype)
 
@@ -138,20 +139,21 @@ class Loading:
         for span, _, _ in spans:
             self.reader.check(span, (span.stop - span.start,), state.dtype)
 
-    def _slots(self) -> list[tuple[Weights, Slot]]:
-        return [
-            (weights, slot)
-            for unit in self.core.run.units
-            for weights in unit.weights
-            for slot in weights.spec.layout.slots
-            if slot.param.name in self.match.parameters
-        ]
+    def _buffers(self) -> list[Weights]:
+        return [weights for unit in self.core.run.units for weights in unit.weights]
+
+    def _slots(self, weights: Weights) -> list[Slot]:
+        """The parameters of a buffer that the checkpoint has."""
+        return [slot for slot in weights.spec.layout.slots if slot.param.name in self.match.parameters]
 
     def _targets(self, weights: Weights) -> list[tuple[int, Tensor]]:
-        """The tensors that rest in memory, each with the element of the flat buffer it begins at."""
-        shard = weights.piece * weights.spec.layout.shard
-        rests = (shard, weights.shard) if weights.cut else (0, weights.full)
-        return [rests] if weights.master is None else [(weights.stepped()[0], weights.master), rests]
+        """The tensors to read into, each with the element of the flat buffer it begins at: master weights, and what
+        rests in memory of the parameter outside them (inside it is rounded from them)."""
+        first, rests = (weights.piece * weights.spec.layout.shard, weights.shard) if weights.cut else (0, weights.full)
+        if weights.master is None:
+            return [(first, rests)]
+        low, high = weights.stepped()
+        return [(low, weights.master), (first, rests[: max(low - first, 0)]), (high, rests[high - first :])]
 
     def _piece(self, slot: Slot) -> Piece | None:
         """What this rank steps of the parameter, when its optimizer states are to be loaded."""
@@ -164,15 +166,15 @@ class Loading:
     def read(self) -> None:
         """Fill weights, master weights, moments and buffers."""
         self.core.gathering.release_all()
-        for unit in self.core.run.units:
-            for weights in unit.weights:
-                weights.notice_writes()  # or the next step would take what somebody wrote before for newer than this
         with torch.no_grad():
-            for weights, slot in self._slots():
-                self._read_weight(weights, slot)
-                piece = self._piece(slot)
-                if piece is not None:
-                    self._read_moments(piece, self.match.parameters[slot.param.name])
+            for weights in self._buffers():
+                weights.notice_writes()  # or the next step would take what somebody wrote before for newer than this
+                for slot in self._slots(weights):
+                    self._read_weight(weights, slot)
+                    piece = self._piece(slot)
+                    if piece is not None:
+                        self._read_moments(piece, self.match.parameters[slot.param.name])
+                weights.encode()
             for name, buffer in persistent_buffers(self.engine.module).items():
                 if name in self.match.buffers:
                     buffer.copy_(self.reader.whole(self.match.buffers[name]))
@@ -180,7 +182,6 @@ class Loading:
         self.reader.close()
 
     def _read_weight(self, weights: Weights, slot: Slot) -> None:
-        """The master weights as they were saved, and what rests of the parameter rounded from the same values."""
         state = self.match.parameters[slot.param.name].weight
         for base, tensor in self._targets(weights):
             part = slot.local(base, base + tensor.numel())

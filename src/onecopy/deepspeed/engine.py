@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from typing import Any
 
@@ -137,6 +138,47 @@ class DeepSpeedEngine(Engine):
         """Number of data-parallel ranks, which is all of them."""
         return self.settings.world
 
+    # checkpoints -------------------------------------------------------------------------------------------------
+
+    def save_checkpoint(
+        self,
+        save_dir: str | os.PathLike[str],
+        tag: str | None = None,
+        client_state: dict[str, Any] | None = None,
+        save_latest: bool = True,
+    ) -> bool:
+        """Save everything to ``save_dir/tag`` (by default ``global_step<N>``); every rank must call it.
+
+        ``client_state``: plain values that :meth:`load_checkpoint` gives back. ``save_latest``: also make it the one
+        that a load without a tag finds. Returns True; raises :class:`~onecopy.errors.CheckpointError` on every rank.
+        """
+        named = str(tag) if tag is not None else f"global_step{self.global_steps}"
+        self.save(os.fspath(save_dir), named, client_state=client_state, latest=save_latest)
+        return True
+
+    def load_checkpoint(
+        self,
+        load_dir: str | os.PathLike[str],
+        tag: str | None = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+    ) -> tuple[str, dict[str, Any]]:
+        """Load ``load_dir/tag`` (by default the newest complete one); every rank must call it.
+
+        Returns its path and the client state. ``load_module_only``: weights and buffers alone. Where nothing complete
+        is found this raises :class:`~onecopy.errors.CheckpointError`, so that no run starts from scratch unasked.
+        """
+        loaded = self.load(
+            os.fspath(load_dir),
+            str(tag) if tag is not None else None,
+            optimizer_states=load_optimizer_states and not load_module_only,
+            scheduler_states=load_lr_scheduler_states and not load_module_only,
+            strict=load_module_strict,
+        )
+        return loaded.path, dict(loaded)
+
     def destroy(self) -> None:
-        """Give the model back as plain torch and free what the engine holds."""
+        """Detach from the model and drop open gradients."""
         self.close()

@@ -116,9 +116,7 @@ def build_core(
         everybody = edge_for(dist.group.WORLD, ledger.sent) if world > 1 else None
         stepper = Stepper(run, tiles, ranks, everybody, memory, plan.clip)
         ticker = _make_scheduler(made, scheduler, plan)
-    core = Core(
-        plan, schedule, ranks, memory, ledger, run, gathering, rounds, hooks, made, ticker, tiles, stepper, names
-    )
+    core = Core(plan, schedule, ranks, memory, ledger, run, gathering, rounds, hooks, made, ticker, tiles, stepper, names)
     for unit in runs:
         for weights in unit.weights:
             weights.core = weakref.ref(core)
@@ -208,9 +206,7 @@ def _make_optimizer(
     return None
 
 
-def _make_scheduler(
-    optimizer: Optimizer, scheduler: LRScheduler | SchedulerFactory | None, plan: Plan
-) -> LRScheduler | None:
+def _make_scheduler(optimizer: Optimizer, scheduler: LRScheduler | SchedulerFactory | None, plan: Plan) -> LRScheduler | None:
     if scheduler is None and plan.scheduler is not None:
         return build_scheduler(plan.scheduler, optimizer)
     if scheduler is None or hasattr(scheduler, "step"):

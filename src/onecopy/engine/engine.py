@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -196,7 +197,7 @@ class Engine(nn.Module):
             self.skipped_steps += 1
             stepper.discard()
         self._scaler.update(overflow=not verdict.finite)
-        core.rounds.learn_order(core.ranks)
+        core.rounds.turns.learn(core.ranks)
         self._measure(gradient)
         return verdict.finite
 
@@ -290,8 +291,6 @@ class _Boundary:
     """Asks its engine without keeping it alive."""
 
     def __init__(self, engine: Engine) -> None:
-        import weakref
-
         self._engine = weakref.ref(engine)
 
     def __call__(self) -> bool:

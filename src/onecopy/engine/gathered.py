@@ -30,9 +30,7 @@ def _parameters(params: nn.Module | nn.Parameter | Iterable[nn.Parameter]) -> li
 
 
 @contextmanager
-def gather_for_reading(
-    params: nn.Module | nn.Parameter | Iterable[nn.Parameter], write_rank: int | None
-) -> Iterator[None]:
+def gather_for_reading(params: nn.Module | nn.Parameter | Iterable[nn.Parameter], write_rank: int | None) -> Iterator[None]:
     """See :func:`onecopy.gathered`."""
     listed = _parameters(params)
     born = [param for param in listed if isinstance(home_of(param), BornHome)]
@@ -107,5 +105,3 @@ def _close_born(param: nn.Parameter, keep: bool) -> None:
     param.data = hollow
     home.present = False
     hide(param)
-
-

@@ -32,10 +32,7 @@ class Gathering:
         self.depth = 0
         # Storages of gathered buffers, so that what autograd saves of them can be recognised.
         self.storages = {
-            weights.full.untyped_storage()._cdata: unit
-            for unit in self._units
-            for weights in unit.weights
-            if weights.cut
+            weights.full.untyped_storage()._cdata: unit for unit in self._units for weights in unit.weights if weights.cut
         }
 
     # Passes

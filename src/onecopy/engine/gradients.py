@@ -24,7 +24,9 @@ class Gradients:
     ========  ==========================================================================================
     """
 
-    def __init__(self, spec: Buffer, piece: int, edge: Edge | None, memory: DeviceMemory, messages: tuple[Message, Message]):
+    def __init__(
+        self, spec: Buffer, piece: int, edge: Edge | None, memory: DeviceMemory, messages: tuple[Message, Message]
+    ) -> None:
         self.spec = spec
         self.piece = piece
         self.edge = edge

@@ -30,9 +30,7 @@ _quiet = torch._dynamo.disable if hasattr(torch, "_dynamo") else (lambda functio
 class Hooks:
     """Attaches the engine to ``root`` and passes events on to :class:`Gathering` and :class:`Rounds`."""
 
-    def __init__(
-        self, root: nn.Module, run: Run, gathering: Gathering, rounds: Rounds, cast: torch.dtype | None
-    ) -> None:
+    def __init__(self, root: nn.Module, run: Run, gathering: Gathering, rounds: Rounds, cast: torch.dtype | None) -> None:
         self._gathering = gathering
         self._rounds = rounds
         self._cast = cast

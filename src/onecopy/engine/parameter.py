@@ -1,7 +1,7 @@
 """Sharded parameters tell the truth, take in-place initialisers, and refuse to be read.
 
 A parameter whose storage is freed keeps its object, shape and dtype; while it is freed its class is switched to one
-that overrides ``__torch_function__``, and switched back when it is gathered, so that a gathered parameter costs nothing.
+that overrides ``__torch_function__``, and switched back when it is gathered: a gathered parameter costs nothing.
 Anything derived from it without reading values (``.data``, ``w[0]``, ``w.view(-1)``) is a stand-in that obeys the same
 rules.
 """
@@ -16,7 +16,7 @@ from torch import nn
 
 from onecopy.errors import EngineError, ShardedReadError
 
-__all__ = ["HOME", "Home", "home_of", "hide", "show"]
+__all__ = ["HOME", "Home", "hide", "home_of", "show"]
 
 HOME = "_onecopy_home"
 _CHAIN = "_onecopy_chain"
@@ -247,7 +247,11 @@ _SHARDED_CLASS: dict[type, type] = {}
 def _sharded_class(base: type) -> type:
     """The class a parameter of class ``base`` has while it is freed."""
     if base not in _SHARDED_CLASS:
-        members = {"__torch_function__": classmethod(_torch_function), "__deepcopy__": _refuse_copy, "__module__": __name__}
+        members = {
+            "__torch_function__": classmethod(_torch_function),
+            "__deepcopy__": _refuse_copy,
+            "__module__": __name__,
+        }
         name = "ShardedParameter" if base is nn.Parameter else f"Sharded{base.__name__}"
         _SHARDED_CLASS[base] = type(base)(name, (base,), members)
     return _SHARDED_CLASS[base]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 import torch.distributed as dist
@@ -18,24 +18,58 @@ from onecopy.schedule.ops import Event
 __all__ = ["Rounds"]
 
 
+class Turns:
+    """The order in which all ranks reduce their units.
+
+    The reverse of the registration order until the first step, then that in which rank 0's units got ready.
+    """
+
+    def __init__(self, units: list[UnitRun]) -> None:
+        self.order = units
+        self._next = 0
+        self._seen: list[UnitRun] = []
+        self._learned = False
+
+    def restart(self) -> None:
+        """A pass begins."""
+        self._next = 0
+        self._seen = []
+        for unit in self.order:
+            unit.arrived, unit.ready, unit.issued = 0, False, False
+
+    def due(self, unit: UnitRun) -> Iterator[UnitRun]:
+        """``unit`` got ready: the units whose turn it now is, itself among them if none is waited for."""
+        self._seen.append(unit)
+        while self._next < len(self.order) and self.order[self._next].ready:
+            self._next += 1
+            yield self.order[self._next - 1]
+
+    def learn(self, ranks: Ranks) -> None:
+        """Keep the order of rank 0's last pass, the first time this is called; collective."""
+        if self._learned or ranks.mesh.world == 1:
+            return
+        self._learned = True
+        late = [unit for unit in self.order if unit not in self._seen]
+        order: list[list[str]] = [[unit.name for unit in (*self._seen, *late)]]
+        dist.broadcast_object_list(order, 0)
+        by_name = {unit.name: unit for unit in self.order}
+        self.order = [by_name[name] for name in order[0]]
+
+
 class Rounds:
     """Takes gradients from autograd and decides when a unit's reductions run.
 
     A unit is ready when all its gradients arrived, when its inputs got theirs, or when the pass ends. Reductions start
     in a fixed order whatever the order in which units get ready, so that a rank that skipped a part of the model still
-    meets the others; what a rank did not use counts zero. The order is the reverse of the registration order in the
-    first round and afterwards that in which rank 0 got ready.
+    meets the others; what a rank did not use counts zero.
     """
 
     def __init__(self, run: Run, gathering: Gathering, reduce_ahead: int) -> None:
         self._run = run
         self._gathering = gathering
         self._ahead = reduce_ahead
-        self.order = [unit for unit in reversed(run.units) if unit.gradients]
-        self.seen: list[UnitRun] = []
-        self._at = 0
+        self.turns = Turns([unit for unit in reversed(run.units) if unit.gradients])
         self._flying: deque[tuple[UnitRun, Event]] = deque()
-        self._learned = False
         self.open = False
         # Is the micro-batch the last of its window, and are gradients to be reduced (not inside no_sync)?
         self.boundary: Callable[[], bool] = lambda: True
@@ -46,7 +80,6 @@ class Rounds:
         # Rounds that reduced in this micro-batch; backward passes since the last step() call.
         self.closed = 0
         self.passes = 0
-        self._warn_after = 2 * run.schedule.plan.batch.accumulation
 
     @property
     def event(self) -> Event:
@@ -65,10 +98,7 @@ class Rounds:
             return
         self.open = True
         self._gathering.begin(backward=True)
-        for unit in self.order:
-            unit.arrived, unit.ready, unit.issued = 0, False, False
-        self._at = 0
-        self.seen = []
+        self.turns.restart()
         torch.autograd.Variable._execution_engine.queue_callback(self.close)  # type: ignore[attr-defined]
 
     def arrive(self, unit: UnitRun, gradients: Gradients, at: int, gradient: torch.Tensor, scale: float) -> None:
@@ -95,10 +125,8 @@ class Rounds:
             return
         unit.ready = True
         if unit.gradients:
-            self.seen.append(unit)
-            while self._at < len(self.order) and self.order[self._at].ready:
-                self._issue(self.order[self._at])
-                self._at += 1
+            for due in self.turns.due(unit):
+                self._issue(due)
         self._gathering.release(unit)
 
     def close(self) -> None:
@@ -106,7 +134,7 @@ class Rounds:
         if not self.open:
             return
         self.open = False
-        if any(unit.arrived for unit in self.order):
+        if any(unit.arrived for unit in self.turns.order):
             self.passes += 1
             self._warn_if_forgotten()
             self.closed += 1
@@ -116,8 +144,10 @@ class Rounds:
 
     def must_meet(self) -> bool:
         """Do the other ranks expect reductions from this one in every micro-batch?"""
-        return self.sync and self._run.schedule.facts.mesh.world > 1 and any(
-            gradients.cut for unit in self.order for gradients in unit.gradients
+        return (
+            self.sync
+            and self._run.schedule.facts.mesh.world > 1
+            and any(gradients.cut for unit in self.turns.order for gradients in unit.gradients)
         )
 
     def complete(self) -> None:
@@ -126,14 +156,11 @@ class Rounds:
         A rank that had no backward pass takes part with zeros. Gradients that no_sync, or a boundary set after
         backward, kept from going out are sent now.
         """
-        owed = self.closed == 0 or (self.boundary() and any(g.total is None for u in self.order for g in u.gradients))
+        owed = self.closed == 0 or (self.boundary() and any(g.total is None for u in self.turns.order for g in u.gradients))
         if not owed:
             return
-        for unit in self.order:
-            unit.issued = False
-        self._at = 0
         before, self.sync = self.sync, True
-        for unit in self.order:
+        for unit in self.turns.order:
             self._issue(unit)
         while self._flying:
             self._finish()
@@ -146,16 +173,6 @@ class Rounds:
         self.interrupted = True
         self._gathering.backward = False
 
-    def learn_order(self, ranks: Ranks) -> None:
-        """After the first step: keep the order in which rank 0's units got ready; collective, once."""
-        if self._learned or ranks.mesh.world == 1:
-            return
-        self._learned = True
-        order: list[list[str]] = [[unit.name for unit in self.seen or self.order]]
-        dist.broadcast_object_list(order, 0)
-        by_name = {unit.name: unit for unit in self.order}
-        self.order = [by_name[name] for name in order[0]]
-
     def next_micro_batch(self) -> None:
         """``step()`` was called."""
         self.closed = self.passes = 0
@@ -163,7 +180,7 @@ class Rounds:
     # Details
 
     def _finish_round(self) -> None:
-        for unit in self.order:
+        for unit in self.turns.order:
             if 0 < unit.arrived < unit.trainable and not unit.waits_for_input:
                 unit.waits_for_input = True
                 self.watch(unit)
@@ -173,7 +190,6 @@ class Rounds:
                 self._issue(unit)
             elif any(gradients.filling and self.reduces(gradients) for gradients in unit.gradients):
                 self._issue(unit)  # gradients that arrived after the unit was sent
-        self.seen.extend(unit for unit in self.order if unit not in self.seen)
         while self._flying:
             self._finish()
 
@@ -218,9 +234,9 @@ class Rounds:
             self._finish()
 
     def _warn_if_forgotten(self) -> None:
-        if self.passes == self._warn_after + 1:
+        window = self._run.schedule.plan.batch.accumulation
+        if self.passes == 2 * window + 1:
             warnings.warn(
-                f"{self.passes} backward passes since the last engine.step(), with accumulation over "
-                f"{self._warn_after // 2}: call engine.step() after every micro-batch",
+                f"{self.passes} backward passes since the last engine.step(), with accumulation over {window}: call engine.step() after every micro-batch",
                 stacklevel=2,
             )

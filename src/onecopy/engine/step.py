@@ -176,5 +176,3 @@ def _root(total: float, kind: float) -> float:
 
 def _at_least_fp32(dtype: torch.dtype) -> torch.dtype:
     return dtype if dtype in (torch.float32, torch.float64) or dtype.is_complex else torch.float32
-
-

@@ -61,6 +61,7 @@ class UnitModules:
 
 
 def param_fact(param: nn.Parameter, names: list[str], dtype: torch.dtype | None) -> ParamFact:
+    """What the plan must know of ``param``; ``dtype``: what floating-point parameters are cast to."""
     cast = dtype if dtype is not None and param.is_floating_point() else param.dtype
     return ParamFact(tuple(names), tuple(param.shape), str(cast).removeprefix("torch."), param.requires_grad)
 
@@ -122,9 +123,7 @@ class _Direct:
         return self._module.parameters(recurse=False)
 
 
-def _candidates(
-    module: nn.Module, name: str, blocks: tuple[str, ...] | None
-) -> Iterator[tuple[str, nn.Module, bool]]:
+def _candidates(module: nn.Module, name: str, blocks: tuple[str, ...] | None) -> Iterator[tuple[str, nn.Module, bool]]:
     """``(name, module, is_block)`` depth first; nothing inside a block is listed again."""
     if any(True for _ in module.parameters(recurse=False)):
         yield name, module, False

@@ -30,14 +30,19 @@ class Weights:
     """
 
     def __init__(
-        self, spec: Buffer, params: list[nn.Parameter], piece: int, edge: Edge | None, memory: DeviceMemory, message: Message
+        self,
+        spec: Buffer,
+        params: list[nn.Parameter],
+        piece: int,
+        edge: Edge | None,
+        memory: DeviceMemory,
+        message: Message,
     ) -> None:
         self.spec = spec
         self.params = params
         self.piece = piece
         self.edge = edge
         self.memory = memory
-        self.cut = spec.cut(spec.row.parameter.rest)
         self.present = True
         self.pins = 0
         self.pending: Pending | None = None
@@ -50,6 +55,11 @@ class Weights:
         self._versions = 0
         # The engine this buffer belongs to, set when it is complete; weak, so that engines can be collected.
         self.core: Callable[[], Any] | None = None
+
+    @property
+    def cut(self) -> bool:
+        """Is this rank left with a shard between uses?"""
+        return self.spec.cut(self.spec.row.parameter.rest)
 
     def adopt(
         self,
@@ -76,6 +86,9 @@ class Weights:
             self.master = self.memory.alloc("master", high - low, whole.dtype)
             self.master.copy_(whole[low:high])
         for slot, param in zip(layout.slots, self.params, strict=True):
+            earlier = param.__dict__.pop(HOME, None)
+            if earlier is not None and not earlier.present:
+                show(param)
             param.data = self.full[slot.start : slot.stop].view(slot.param.shape)
             param.__dict__[HOME] = ParameterHome(self, slot, demand)
         self._versions = self._version_sum()

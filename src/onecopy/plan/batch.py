@@ -58,12 +58,12 @@ def resolve_batch(
     if micro is not None and known[ACCUMULATION] is not None:
         accumulation = known[ACCUMULATION] or 1
         _check_product(train, micro, accumulation, world)
-        return Batch(accumulation=accumulation, micro=micro)
+        return Batch(accumulation=accumulation, micro=micro, total=train)
     if micro is not None:
-        return Batch(accumulation=_share(train, {MICRO: micro}, world), micro=micro)
+        return Batch(accumulation=_share(train, {MICRO: micro}, world), micro=micro, total=train)
     accumulation = known[ACCUMULATION] or 1
     by = {ACCUMULATION: accumulation} if accumulation > 1 else {}
-    return Batch(accumulation=accumulation, micro=_share(train, by, world))
+    return Batch(accumulation=accumulation, micro=_share(train, by, world), total=train)
 
 
 def _check_product(train: int, micro: int, accumulation: int, world: World) -> None:
@@ -91,9 +91,7 @@ def _share(train: int, by: dict[str, int], world: World) -> int:
     low = train // divisor * divisor
     near = f"{low} or {low + divisor}" if low else f"{divisor}"
     also = "".join(f" x {name} {number} = {divisor}" for name, number in by.items())
-    raise ConfigError(
-        f"{TRAIN} {train} is not divisible by {world.size} ranks{also}; set {TRAIN} to {near}{_remark(world)}"
-    )
+    raise ConfigError(f"{TRAIN} {train} is not divisible by {world.size} ranks{also}; set {TRAIN} to {near}{_remark(world)}")
 
 
 def _remark(world: World) -> str:

@@ -6,9 +6,12 @@ import math
 from collections.abc import Sequence
 from difflib import get_close_matches
 
+import torch
+
 from onecopy.errors import PlanError
-from onecopy.plan.layout import Axis, Layout, UnitFact, itemsize
+from onecopy.plan.layout import Axis, Layout, UnitFact
 from onecopy.plan.plan import Plan, Row
+from onecopy.plan.values import Number
 
 __all__ = ["check", "legal_triple"]
 
@@ -27,6 +30,7 @@ def check(plan: Plan, units: Sequence[UnitFact], world: int) -> None:
     """Raise :class:`PlanError` unless ``plan`` can train ``units`` on ``world`` ranks."""
     _check_numbers(plan)
     _check_mesh(plan, world)
+    _check_batch(plan, world)
     names = [param.name for unit in units for param in unit.params]
     for name in names:
         try:
@@ -54,7 +58,11 @@ def _check_row(name: str, row: Row) -> None:
         if layout.grain != "element":
             raise PlanError(f"{state} of {name!r} has grain {layout.grain!r}; this version cuts at 'element' only")
         if layout.codec is not None:
-            itemsize(layout.codec)
+            raise PlanError(f"{state} of {name!r} has codec {layout.codec!r}; this version keeps states in their own dtype")
+    for transition in ("gather", "reduce"):
+        _floating(f"{transition} wire of {name!r}", getattr(row.wire, transition))
+    if row.wire.gather is not None:
+        raise PlanError(f"{name!r} is gathered as {row.wire.gather!r}; this version gathers in the parameter's own dtype")
     triple = (row.parameter.rest, row.gradient.rest, row.optimizer)
     if not legal_triple(*triple):
         said = ", ".join(
@@ -76,38 +84,65 @@ def _check_mesh(plan: Plan, world: int) -> None:
         raise PlanError(f"world size {world} is not a number of ranks; it is 1 or more")
     if plan.group is None:
         return
+    _number("group", plan.group, Number(whole=True))
     if plan.group < 1 or world % plan.group:
         divisors = [d for d in range(1, world + 1) if world % d == 0]
-        near = min(divisors, key=lambda d: abs(d - plan.group)) if plan.group else 1
+        near = min(divisors, key=lambda d: abs(d - (plan.group or 0)))
         raise PlanError(f"groups of {plan.group} ranks do not divide {world} ranks; the nearest that does is {near}")
+
+
+_COUNT, _FROM_ONE = Number(low=0, whole=True), Number(low=1, whole=True)
+_POSITIVE = Number(low=0, above=True)
 
 
 def _check_numbers(plan: Plan) -> None:
     if plan.step.on != "device":
         raise PlanError(f"StepPolicy(on={plan.step.on!r}): this version steps on 'device' only")
-    if plan.batch.accumulation < 1:
-        raise PlanError(f"accumulation is {plan.batch.accumulation}; it is a whole number from 1")
-    clip = plan.clip
-    if clip.max_norm is not None and not (clip.max_norm > 0 and math.isfinite(clip.max_norm)):
-        raise PlanError(f"clip to norm {clip.max_norm}; it is a finite number above 0, or None for no clipping")
-    if not clip.norm_type > 0:
-        raise PlanError(f"norm type {clip.norm_type}; it is a number above 0, or inf for the largest element")
+    _number("accumulation", plan.batch.accumulation, _FROM_ONE)
+    if plan.clip.max_norm is not None:
+        _number("clip to norm", plan.clip.max_norm, _POSITIVE)
+    if plan.clip.norm_type != math.inf:
+        _number("norm type", plan.clip.norm_type, _POSITIVE)
     for what in ("prefetch", "min_numel", "reduce_ahead"):
-        count = getattr(plan.units, what)
-        if count < 0:
-            raise PlanError(f"units {what} is {count}; it is a count from 0")
-    for what, codec in (("dtype", plan.precision.dtype), ("master", plan.precision.master)):
-        if codec is not None:
-            try:
-                itemsize(codec)
-            except ValueError:
-                near = get_close_matches(codec, ("float32", "bfloat16", "float16"), n=1, cutoff=0.0)[0]
-                raise PlanError(f"precision {what} {codec!r} is no dtype; did you mean {near!r}?") from None
-    scale = plan.precision.loss_scale
+        _number(f"units {what}", getattr(plan.units, what), _COUNT)
+    precision = plan.precision
+    for what in ("dtype", "master", "accumulate"):
+        _floating(f"precision {what}", getattr(precision, what))
+    scale = precision.loss_scale
     if scale is not None:
-        numbers = {"initial": scale.initial, "minimum": scale.minimum}
-        for what, value in numbers.items():
-            if not (value > 0 and math.isfinite(value)):
-                raise PlanError(f"loss scale {what} is {value}; it is a finite number above 0")
-        if scale.window < 1 or scale.hysteresis < 1:
-            raise PlanError(f"loss scale window {scale.window}, hysteresis {scale.hysteresis}; both count from 1")
+        _number("loss scale initial", scale.initial, _POSITIVE)
+        _number("loss scale minimum", scale.minimum, _POSITIVE)
+        _number("loss scale window", scale.window, _FROM_ONE)
+        _number("loss scale hysteresis", scale.hysteresis, _FROM_ONE)
+        if scale.minimum > scale.initial:
+            raise PlanError(f"loss scale minimum {scale.minimum} is above its initial {scale.initial}; lower the minimum")
+
+
+def _number(what: str, value: object, kind: Number) -> None:
+    try:
+        kind.check(value)
+    except ValueError:
+        raise PlanError(f"{what} is {value!r}; it must be {kind.legal}") from None
+
+
+def _floating(what: str, codec: str | None) -> None:
+    """``codec`` must name a real floating-point dtype."""
+    if codec is None:
+        return
+    dtype = getattr(torch, codec, None) if isinstance(codec, str) else None
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        near = get_close_matches(str(codec), ("float32", "bfloat16", "float16"), n=1, cutoff=0.0)[0]
+        raise PlanError(f"{what} {codec!r} is no floating-point dtype; did you mean {near!r}?")
+
+
+def _check_batch(plan: Plan, world: int) -> None:
+    """Raise :class:`PlanError` when the batch sizes a configuration gave do not fit the ranks that run."""
+    batch = plan.batch
+    if batch.total is None or batch.micro is None:
+        return
+    made = batch.micro * batch.accumulation * world
+    if made != batch.total:
+        raise PlanError(
+            f"train batch size {batch.total} is not micro-batch {batch.micro} x accumulation {batch.accumulation} x "
+            f"{world} ranks = {made}; load the configuration with world_size={world}, or set the batch size to {made}"
+        )

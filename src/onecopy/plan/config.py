@@ -371,9 +371,7 @@ class _Parts:
     def _units(self) -> Units:
         path, size = "zero_optimization.stage3_prefetch_bucket_size", self.zero.stage3_prefetch_bucket_size
         if size is not None and self.zero.stage < 3:
-            self.notes.append(
-                f"{path} does nothing at stage {self.zero.stage}: only stage 3 gathers parameters for use"
-            )
+            self.notes.append(f"{path} does nothing at stage {self.zero.stage}: only stage 3 gathers parameters for use")
         elif size == 0:
             return Units(prefetch=0)
         elif size is not None:
@@ -384,9 +382,7 @@ class _Parts:
         clip = self.config.gradient_clipping
         if "gradient_clipping" not in self.config.model_fields_set:
             clip = self.defaults.clip
-        plan = stage_plan(
-            self.zero.stage, precision=self._precision, batch=batch, clip=clip or None, units=self._units()
-        )
+        plan = stage_plan(self.zero.stage, precision=self._precision, batch=batch, clip=clip or None, units=self._units())
         wire = self.config.communication_data_type
         if wire is not None:
             rules = (Rule(rule.pattern, replace(rule.row, wire=Wire(reduce=_DTYPES[wire]))) for rule in plan.rules)

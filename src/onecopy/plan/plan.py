@@ -12,7 +12,20 @@ from typing import Any
 
 from onecopy.plan.layout import Layout, Mesh, Tier
 
-__all__ = ["Batch", "Clip", "LossScale", "Plan", "Precision", "Recipe", "Row", "Rule", "State", "StepPolicy", "Units", "Wire"]
+__all__ = [
+    "Batch",
+    "Clip",
+    "LossScale",
+    "Plan",
+    "Precision",
+    "Recipe",
+    "Row",
+    "Rule",
+    "State",
+    "StepPolicy",
+    "Units",
+    "Wire",
+]
 
 
 @dataclass(frozen=True)
@@ -86,11 +99,13 @@ class Batch:
 
     ``divide=True``: the engine divides gradients by the accumulation count, so the step follows the mean over the
     global batch when each micro-batch loss is a mean. ``divide=False``: the caller's loss is already divided.
+    ``micro`` and ``total``: samples of a micro-batch on one rank and of a step on all, where a configuration gives them.
     """
 
     accumulation: int = 1
     divide: bool = True
     micro: int | None = None
+    total: int | None = None
 
 
 @dataclass(frozen=True)
@@ -162,5 +177,3 @@ class Plan:
     def with_(self, **changes: Any) -> Plan:
         """A copy with some fields replaced."""
         return replace(self, **changes)
-
-

@@ -32,7 +32,7 @@ def stage(
     reshard_after_forward: bool = True,
     dtype: str | None = None,
     accumulation: int = 1,
-    clip: float | None = None,
+    clip: float | Clip | None = None,
     norm_type: float = 2.0,
     **policies: Any,
 ) -> Plan:
@@ -45,14 +45,25 @@ def stage(
     """
     if isinstance(number, bool) or number not in _ROWS:
         raise PlanError(f"stage {number!r} does not exist; choose 0, 1, 2 or 3")
+    if not reshard_after_forward and _ROWS[number].parameter.rest.replicated:
+        raise PlanError(f"reshard_after_forward=False is for stage 3; stage {number} never shards parameters")
+    _refuse_both(policies, precision=dtype is not None, batch=accumulation != 1)
     row = _ROWS[number] if reshard_after_forward else _row(_ROWS[number].parameter.rest, _FULL, *_tail(_ROWS[number]))
     name = _DTYPES.get(dtype, dtype) if dtype else None
     scale = LossScale() if name == "float16" else None
     policies.setdefault("precision", Precision(dtype=name, loss_scale=scale))
     policies.setdefault("batch", Batch(accumulation=accumulation))
-    policies.setdefault("clip", Clip(clip, norm_type))
+    policies.setdefault("clip", clip if isinstance(clip, Clip) else Clip(clip, norm_type))
     policies.setdefault("units", Units())
     return Plan(rules=(Rule("*", row),), **policies)
+
+
+def _refuse_both(policies: dict[str, Any], **short: bool) -> None:
+    """A policy object and the short option that it holds would contradict each other."""
+    names = {"precision": "dtype", "batch": "accumulation"}
+    for policy, given in short.items():
+        if given and policy in policies:
+            raise PlanError(f"{names[policy]}= and {policy}={policies[policy]} were both given; give one of them")
 
 
 def _tail(row: Row) -> tuple[Layout, Layout]:

@@ -91,8 +91,7 @@ _WARMUP_LR = _WARMUP | {
 SCHEDULES: dict[str, dict[str, Kind]] = {
     "WarmupLR": _WARMUP_LR,
     "WarmupDecayLR": _WARMUP_LR | {"total_num_steps": _STEPS},
-    "WarmupCosineLR": _WARMUP
-    | {"total_num_steps": _STEPS, "warmup_min_ratio": Number(0, 1), "cos_min_ratio": Number(0, 1)},
+    "WarmupCosineLR": _WARMUP | {"total_num_steps": _STEPS, "warmup_min_ratio": Number(0, 1), "cos_min_ratio": Number(0, 1)},
     "OneCycle": {
         "cycle_min_lr": _RATES,
         "cycle_max_lr": _RATES,
@@ -168,9 +167,7 @@ def choose_optimizer(recipe: Recipe, path: str = "optimizer") -> Chosen:
         hint = f" - did you mean {near!r}?" if near else f"; choose from {', '.join(OPTIMIZERS)}"
         raise ConfigError(f"{path}.type {recipe.type!r} is no optimizer that works here{hint}")
     if "max_grad_norm" in recipe.params:
-        raise ConfigError(
-            f"{path}.params.max_grad_norm is not an optimizer's; clip with the top-level gradient_clipping"
-        )
+        raise ConfigError(f"{path}.params.max_grad_norm is not an optimizer's; clip with the top-level gradient_clipping")
     signature = inspect.signature(getattr(torch.optim, name).__init__).parameters
     kinds = {key: kind for key, kind in _OPTIMIZER_KEYS.items() if key in signature}
     if name in ("Adam", "AdamW"):
@@ -191,9 +188,7 @@ def _choose_adam(name: str, given: dict[str, Any], path: str) -> Chosen:
     if not given.pop("bias_correction", True):
         raise ConfigError(f"{path}.bias_correction is false; torch's Adam always corrects, remove the key")
     if given.pop("fp32_optimizer_states", None) is False:
-        raise ConfigError(
-            f"{path}.fp32_optimizer_states is false; moments have their master weights' dtype, remove the key"
-        )
+        raise ConfigError(f"{path}.fp32_optimizer_states is false; moments have their master weights' dtype, remove the key")
     notes = []
     if "set_grad_none" in given:
         del given["set_grad_none"]

@@ -162,9 +162,7 @@ class _ZeroBuckets(Section):
     sub_group_size: Annotated[Size, Note("the optimizer already steps one shard of a unit at a time")] = None
     round_robin_gradients: Annotated[Switch, Note("every unit is cut evenly over the ranks")] = False
     use_multi_rank_bucket_allreduce: Annotated[Switch, Note(_UNITS)] = True
-    parameter_alignment: Annotated[Switch, Note("parameters of 16-byte sizes are always laid on 16-byte bounds")] = (
-        False
-    )
+    parameter_alignment: Annotated[Switch, Note("parameters of 16-byte sizes are always laid on 16-byte bounds")] = False
 
 
 class _ZeroStage3(Section):
@@ -374,13 +372,9 @@ class Config(_Used, _Idle, _Absent, _AbsentTools, _AbsentTraining):
 
     prescale_gradients: Annotated[Switch, Note(_SAME)] = False
     gradient_predivide_factor: Annotated[float, checked(Number(low=0, above=True)), Note(_SAME)] = 1.0
-    zero_allow_untested_optimizer: Annotated[Switch, Note("every optimizer that works element by element is fine")] = (
-        False
-    )
+    zero_allow_untested_optimizer: Annotated[Switch, Note("every optimizer that works element by element is fine")] = False
     zero_force_ds_cpu_optimizer: Annotated[Switch, Note("no optimizer is replaced behind the caller's back")] = True
-    dataloader_drop_last: Annotated[Switch, Note("only the dataloader of onecopy.deepspeed.initialize obeys it")] = (
-        False
-    )
+    dataloader_drop_last: Annotated[Switch, Note("only the dataloader of onecopy.deepspeed.initialize obeys it")] = False
     activation_checkpointing: Annotated[
         ActivationCheckpointing | None, Note("use torch.utils.checkpoint in the model; it works at every stage")
     ] = None
