@@ -237,6 +237,7 @@ class Rounds:
         window = self._run.schedule.plan.batch.accumulation
         if self.passes == 2 * window + 1:
             warnings.warn(
-                f"{self.passes} backward passes since the last engine.step(), with accumulation over {window}: call engine.step() after every micro-batch",
+                f"{self.passes} backward passes since the last engine.step(), with accumulation over {window}: "
+                "call engine.step() after every micro-batch",
                 stacklevel=2,
             )
