@@ -8,6 +8,7 @@ import os
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -37,6 +38,8 @@ from onecopy.schedule.lower import Facts, Schedule, lower
 from onecopy.tiers.memory import DeviceMemory
 
 __all__ = ["Core", "build_core", "default_device"]
+
+T = TypeVar("T")
 
 # Engines in the order in which they are made, the same on all ranks.
 _ENGINES = itertools.count()
@@ -92,7 +95,7 @@ def build_core(
     _agree(plan, facts, world)
     made = _together(lambda: _make_optimizer(model, plan, optimizer, facts, world), world)
     facts = facts if made is not None else tuple(_forward_only(unit) for unit in facts)
-    moments = _together(lambda: probe(made, device) if made is not None else (), world)
+    moments: tuple[str | None, ...] = _together(lambda: probe(made, device) if made is not None else (), world)
     mesh = plan.mesh(world)
     ranks = form_groups(mesh, device)
     memory, ledger = DeviceMemory(device), Ledger()
@@ -126,12 +129,12 @@ def build_core(
 # Checks
 
 
-def _together(make: Callable[[], object], world: int) -> object:  # type: ignore[misc]
+def _together(make: Callable[[], T], world: int) -> T:
     """``make()``, or its error on every rank when it fails on any."""
     problem: Exception | None = None
-    result: object = None
+    results: list[T] = []
     try:
-        result = make()
+        results.append(make())
     except (OneCopyError, TypeError, ValueError, RuntimeError) as error:
         problem = error
     if world > 1:
@@ -142,7 +145,7 @@ def _together(make: Callable[[], object], world: int) -> object:  # type: ignore
             raise RankMismatchError(f"rank {first[0]} failed: {first[1]}")
     if problem is not None:
         raise problem
-    return result
+    return results[0]
 
 
 def _agree(plan: Plan, facts: tuple[UnitFact, ...], world: int) -> None:
@@ -211,7 +214,7 @@ def _make_scheduler(optimizer: Optimizer, scheduler: LRScheduler | SchedulerFact
         return build_scheduler(plan.scheduler, optimizer)
     if scheduler is None or hasattr(scheduler, "step"):
         return scheduler  # type: ignore[return-value]
-    return scheduler(optimizer)  # type: ignore[operator]
+    return scheduler(optimizer)
 
 
 # Construction

@@ -104,7 +104,7 @@ def deferred(device: torch.device | str | None = None) -> Iterator[None]:
             where = torch.device(device) if device is not None else param.device
             _cut(param, f"{type(module).__name__}.{name}", where if where.type != "meta" else torch.device("cpu"))
 
-    nn.Module.register_parameter = register_and_cut  # type: ignore[method-assign]
+    nn.Module.register_parameter = register_and_cut  # type: ignore[assignment,method-assign]
     try:
         yield
     finally:

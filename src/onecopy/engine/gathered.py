@@ -22,7 +22,7 @@ def _parameters(params: nn.Module | nn.Parameter | Iterable[nn.Parameter]) -> li
     """Distinct parameters in the order given."""
     if isinstance(params, nn.Module):
         listed: Iterable[nn.Parameter] = params.parameters()
-    elif isinstance(params, torch.Tensor):
+    elif isinstance(params, nn.Parameter):
         listed = [params]
     else:
         listed = params

@@ -9,7 +9,7 @@ whoever else uses a weight.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -24,7 +24,18 @@ from onecopy.errors import EngineError
 __all__ = ["Hooks"]
 
 _saved = torch._C._autograd
-_quiet = torch._dynamo.disable if hasattr(torch, "_dynamo") else (lambda function: function)
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+
+def _quiet(function: _F) -> _F:
+    """Mark ``function`` as one that torch.compile is not to look into: it breaks the graph there and calls it as it is.
+
+    The mark is what ``torch.compiler.disable`` sets; calling that would import the compiler for everybody.
+    """
+    function._torchdynamo_disable = True  # type: ignore[attr-defined]
+    function._torchdynamo_disable_msg = "onecopy gathers and frees parameters here"  # type: ignore[attr-defined]
+    return function
+
 
 
 class Hooks:

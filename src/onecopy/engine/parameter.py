@@ -106,7 +106,7 @@ def _property_name(func: Any) -> str | None:
 
 def _dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """What ``__torch_function__`` does for a call that touches at least one managed tensor."""
-    absent = [tensor for tensor in _tensors(args, kwargs) if (home := home_of(tensor)) is not None and not home.present]
+    absent = [tensor for tensor in _tensors(args, kwargs) if (at := home_of(tensor)) is not None and not at.present]
     with torch._C.DisableTorchFunctionSubclass():
         if not absent:
             return func(*args, **kwargs)
@@ -230,14 +230,14 @@ def _torch_function(cls: type, func: Any, types: Any, args: tuple[Any, ...] = ()
 def _refuse_copy(self: torch.Tensor, *_: Any) -> Any:
     home: Home = self.__dict__[HOME]
     if home.present:
-        return super(type(self), self).__deepcopy__(*_)
+        return torch.Tensor.__deepcopy__(self, *_)  # type: ignore[no-untyped-call]
     raise _refuse(home, "copying or pickling")
 
 
 class StandIn(torch.Tensor):
     """A view of a sharded parameter taken without reading it."""
 
-    __torch_function__ = classmethod(_torch_function)  # type: ignore[assignment]
+    __torch_function__: Any = classmethod(_torch_function)
     __deepcopy__ = _refuse_copy
 
 

@@ -99,7 +99,7 @@ class Rounds:
         self.open = True
         self._gathering.begin(backward=True)
         self.turns.restart()
-        torch.autograd.Variable._execution_engine.queue_callback(self.close)  # type: ignore[attr-defined]
+        torch.autograd.Variable._execution_engine.queue_callback(self.close)
 
     def arrive(self, unit: UnitRun, gradients: Gradients, at: int, gradient: torch.Tensor, scale: float) -> None:
         """Autograd has the gradient of the parameter in slot ``at``."""

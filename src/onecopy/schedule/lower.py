@@ -147,7 +147,7 @@ def _lower_parameter(buffer: Buffer, events: dict[Event, list[Op]]) -> None:
         events.setdefault("post_forward", []).append(free)
         events.setdefault("pre_backward", []).append(gather)
     for event in ("grads_ready", "boundary"):
-        events.setdefault(event, []).append(free)  # type: ignore[arg-type]
+        events.setdefault(event, []).append(free)
 
 
 def _lower_gradient(buffer: Buffer, plan: Plan, events: dict[Event, list[Op]]) -> None:
