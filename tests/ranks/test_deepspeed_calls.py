@@ -6,6 +6,7 @@ import argparse
 import json
 import logging
 import os
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import torch
 from torch import nn
 
 import onecopy.deepspeed as deepspeed
-from onecopy.errors import ConfigError, EngineError, OneCopyError, ShardedReadError
+from onecopy.errors import CheckpointError, ConfigError, EngineError, OneCopyError, ShardedReadError
 from tests.ranks import models
 from tests.ranks.harness import run_ranks
 from tests.ranks.test_deepspeed import SGD, Toy, config, toy_config, values
@@ -25,8 +26,20 @@ pytestmark = pytest.mark.ranks
 # ------------------------------------------------------------------------------------------------------ construction
 
 
-def born_sharded(rank: int, world: int, stage: int) -> dict[str, torch.Tensor]:
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def as_launched(port: int) -> None:
+    """The environment in which rank 0 itself hosts the store, on ``port``."""
+    os.environ.update(MASTER_PORT=str(port), TORCHELASTIC_USE_AGENT_STORE="False")
+
+
+def born_sharded(rank: int, world: int, stage: int, port: int) -> dict[str, torch.Tensor]:
     """zero.Init before any process group exists, as scripts started by a launcher have it."""
+    as_launched(port)
     assert not torch.distributed.is_initialized()
     torch.manual_seed(0 if rank == 0 else 99)
     with deepspeed.zero.Init(config_dict_or_path=config(stage)):
@@ -53,11 +66,12 @@ def test_models_are_born_sharded_with_the_values_they_would_have(stage: int) -> 
     model = nn.Sequential(nn.Linear(8, 64), nn.Tanh(), nn.Linear(64, 3))
     nn.init.normal_(model[0].weight, std=0.02)
     expected = {name: p.detach() for name, p in model.named_parameters()}
-    for weights in run_ranks(born_sharded, 2, stage, init_group=False):
+    for weights in run_ranks(born_sharded, 2, stage, free_port(), init_group=False):
         assert all(torch.equal(weights[name], expected[name]) for name in expected)
 
 
-def wrong_triangle(rank: int, world: int) -> list[str]:
+def wrong_triangle(rank: int, world: int, port: int) -> list[str]:
+    as_launched(port)
     texts = []
     setup = config(3, train_batch_size=16, gradient_accumulation_steps=2)
     for attempt in (
@@ -74,7 +88,7 @@ def wrong_triangle(rank: int, world: int) -> list[str]:
 
 
 def test_the_batch_triangle_counts_the_ranks_there_are() -> None:
-    for first, second, third in run_ranks(wrong_triangle, 2, init_group=False):
+    for first, second, third in run_ranks(wrong_triangle, 2, free_port(), init_group=False):
         assert "16 != 2*2*2 = 8" in first and first == second
         assert "7 is not divisible by 2 ranks" in third
 
@@ -166,3 +180,97 @@ def test_process_groups(monkeypatch: pytest.MonkeyPatch) -> None:
     finally:
         torch.distributed.destroy_process_group()
     assert os.environ.get("MASTER_PORT") is None or "MASTER_ADDR" in os.environ
+
+
+# ------------------------------------------------------------------------------------------------------- checkpoints
+
+WARMUP = {"type": "WarmupLR", "params": {"warmup_num_steps": 8, "warmup_type": "linear"}}
+
+
+def advance(engine: deepspeed.DeepSpeedEngine, rank: int, steps: int) -> list[float]:
+    losses = []
+    for _ in range(steps):
+        loss = engine(*models.batch("gpt", engine.global_steps, 0, rank))
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    return losses
+
+
+def start(stage: int) -> deepspeed.DeepSpeedEngine:
+    return deepspeed.initialize(model=models.build("gpt"), config=config(stage, scheduler=WARMUP))[0]
+
+
+def save_and_resume(rank: int, world: int, folder: str, stage: int, other: int) -> None:
+    engine = start(stage)
+    advance(engine, rank, 2)
+    assert engine.save_checkpoint(folder, client_state={"epoch": 7}) is True
+    advance(engine, rank, 1)
+    engine.save_checkpoint(folder, "aside", save_latest=False)
+    expected, weights, rates = advance(engine, rank, 2), values(engine), engine.get_lr()
+
+    resumed = start(other)
+    path, client = resumed.load_checkpoint(folder)
+    assert Path(path) == Path(folder) / "global_step2" and client == {"epoch": 7}
+    assert (resumed.global_steps, resumed.micro_steps) == (2, 2)
+    advance(resumed, rank, 1)
+    assert advance(resumed, rank, 2) == expected
+    assert resumed.get_lr() == rates
+    assert all(torch.equal(weights[name], value) for name, value in values(resumed).items())
+
+    third = start(stage)
+    third.load_checkpoint(folder, tag="aside")
+    assert third.global_steps == 3 and advance(third, rank, 2) == expected
+
+    bare = start(stage)
+    path, _ = bare.load_checkpoint(folder, load_module_only=True)
+    assert bare.global_steps == 0 and bare.get_lr() == [0.0]
+    moment = deepspeed.utils.safe_get_full_optimizer_state(next(bare.module.parameters()), "exp_avg")
+    assert moment is None
+    late = start(stage)
+    late.load_checkpoint(folder, load_lr_scheduler_states=False)
+    assert late.global_steps == 2 and late.get_lr() == [0.0]
+
+    with pytest.raises(CheckpointError) as info:
+        bare.load_checkpoint(folder, tag="global_step9")
+    assert "global_step9" in str(info.value) and "global_step2" in str(info.value)
+    with pytest.raises(CheckpointError):
+        bare.load_checkpoint(os.path.join(folder, "elsewhere"))
+
+
+@pytest.mark.parametrize(("stage", "other"), [(0, 3), (1, 1), (2, 2), (3, 0)])
+def test_training_goes_on_from_a_checkpoint_at_any_stage(tmp_path: Path, stage: int, other: int) -> None:
+    run_ranks(save_and_resume, 2, str(tmp_path), stage, other)
+
+
+# ---------------------------------------------------------------------------------------------------------- loss scale
+
+
+class Overflows(nn.Module):
+    """Two weights; the gradient of ``bad`` is NaN."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.good, self.bad = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.good * x).sum() + (self.bad * (x * float("nan"))).sum()
+
+
+def to_the_floor(rank: int, world: int) -> list[float]:
+    half = {"enabled": True, "initial_scale_power": 2, "min_loss_scale": 1, "hysteresis": 1}
+    engine, *_ = deepspeed.initialize(model=Overflows(), config=toy_config(2, fp16=half, gradient_accumulation_steps=1))
+    assert engine.fp16_enabled()
+    scales = []
+    with pytest.raises(OneCopyError) as info:
+        for _ in range(9):
+            scales.append(engine.loss_scale)
+            engine.backward(engine(torch.ones(3, dtype=torch.float16)))
+            engine.step()
+    assert "bad" in str(info.value) and "good" not in str(info.value)
+    assert engine.skipped_steps == len(scales) - 1
+    return scales
+
+
+def test_a_loss_scale_at_its_floor_names_the_parameter() -> None:
+    assert run_ranks(to_the_floor, 2) == [[4.0, 2.0, 1.0]] * 2
