@@ -154,6 +154,24 @@ def test_calls_that_cannot_be_right_are_refused(arguments: dict[str, Any], part:
     assert part in str(info.value)
 
 
+def one_rank_differs(rank: int, world: int) -> list[str]:
+    texts = []
+    for changed in ({"gradient_clipping": -1}, {"gradient_clipping": 0.5}, {"optimizer": {"type": "SGD"}}):
+        setup = toy_config(2, **(changed if rank == 1 else {}))
+        with pytest.raises(OneCopyError) as info:
+            deepspeed.initialize(model=Toy(), config=setup)
+        texts.append(str(info.value))
+    return texts
+
+
+def test_a_config_that_differs_on_one_rank_is_an_error_on_all() -> None:
+    first, second = run_ranks(one_rank_differs, 2)
+    assert first[0] == "rank 1 failed: gradient_clipping is -1; it must be a finite number from 0, or null"
+    assert second[0].startswith("gradient_clipping is -1")
+    for texts in (first, second):
+        assert all("disagree about the plan" in text for text in texts[1:])
+
+
 def test_process_groups(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(EngineError, match="dist_init_required is False"):
         deepspeed.init_distributed(dist_init_required=False)

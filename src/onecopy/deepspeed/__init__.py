@@ -73,28 +73,25 @@ def initialize(
     for name, value in (("mpu", mpu), ("mesh_param", mesh_param)):
         if value is not None:
             raise ConfigError(f"initialize({name}=...) is not supported in this version: every rank is data-parallel")
-    if dist_init_required is False or int(os.environ.get("WORLD_SIZE", "1")) > 1:
+    if dist_init_required is False or comm.launched_ranks() > 1:
         init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
-    given = read_config(_source(args, config, config_params))
     ranks = world_size()
-    plan = load_config(given, ranks, defaults=DEEPSPEED)
-    plan, make_optimizer, scheduler = _choices(plan, optimizer, model_parameters, lr_scheduler)
     rank = torch.distributed.get_rank() if ranks > 1 else 0
-    loader = None
-    if training_data is not None:
-        loader = make_dataloader(
-            training_data,
-            micro=plan.batch.micro,
-            rank=rank,
-            world=ranks,
-            collate_fn=collate_fn,
-            drop_last=bool(given.get("dataloader_drop_last", False)),
-        )
-    engine = onecopy.initialize(
-        model, plan, optimizer=make_optimizer, scheduler=scheduler, engine_class=DeepSpeedEngine
-    )
-    if rank == 0 and engine.plan.notes:
-        _logger.warning("configuration keys without effect here:\n%s", "\n".join(engine.plan.notes))
+
+    def prepare() -> tuple[dict[str, Any], tuple[Plan, Any, Any], DataLoader[Any] | None]:
+        given = read_config(_source(args, config, config_params))
+        chosen = _choices(load_config(given, ranks, defaults=DEEPSPEED), optimizer, model_parameters, lr_scheduler)
+        loader = None
+        if training_data is not None:
+            share: dict[str, Any] = {"micro": chosen[0].batch.micro, "rank": rank, "world": ranks}
+            drop_last = bool(given.get("dataloader_drop_last", False))
+            loader = make_dataloader(training_data, **share, collate_fn=collate_fn, drop_last=drop_last)
+        return given, chosen, loader
+
+    given, (plan, make_optimizer, scheduler), loader = comm.together(prepare)
+    engine = onecopy.initialize(model, plan, optimizer=make_optimizer, scheduler=scheduler, engine_class=DeepSpeedEngine)
+    if rank == 0 and plan.notes:
+        _logger.warning("configuration keys without effect here:\n%s", "\n".join(plan.notes))
     section = given.get("zero_optimization") or {}
     engine.settings = Settings(given, int(section.get("stage", 0)), ranks, rank)
     return engine, engine.optimizer, loader, engine.lr_scheduler
@@ -112,9 +109,7 @@ def _source(args: Any, config: ConfigSource | None, config_params: ConfigSource 
     return next(iter(given.values()))
 
 
-def _choices(
-    plan: Plan, optimizer: Any, model_parameters: Iterable[Any] | None, lr_scheduler: Any
-) -> tuple[Plan, Any, Any]:
+def _choices(plan: Plan, optimizer: Any, model_parameters: Iterable[Any] | None, lr_scheduler: Any) -> tuple[Plan, Any, Any]:
     """Plan, optimizer and scheduler for the engine where both the configuration and the caller may name one."""
     notes = []
     if optimizer is not None and plan.optimizer is not None:

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from onecopy.errors import ConfigError, EngineError
+from onecopy.errors import ConfigError, EngineError, OneCopyError, RankMismatchError
 
-__all__ = ["get_local_rank", "init_distributed"]
+__all__ = ["get_local_rank", "init_distributed", "launched_ranks", "together"]
 
+T = TypeVar("T")
 # What mpirun sets where torchrun sets WORLD_SIZE.
 _MPI_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE")
 
@@ -39,15 +41,13 @@ def init_distributed(
     if dist.is_initialized():
         return
     if dist_init_required is False:
-        raise EngineError(
-            "dist_init_required is False but torch.distributed is not initialised; initialise it or drop it"
-        )
+        raise EngineError("dist_init_required is False but torch.distributed is not initialised; initialise it or drop it")
     backend = dist_backend or _default_backend()
     extra: dict[str, Any] = {} if timeout is None else {"timeout": timeout}
     if init_method is not None or rank >= 0 or world_size > 0:
         dist.init_process_group(backend, init_method=init_method, rank=rank, world_size=world_size, **extra)
         return
-    ranks = _launched_ranks()
+    ranks = launched_ranks()
     if ranks == 1:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, **extra)  # type: ignore[attr-defined]
         return
@@ -61,7 +61,8 @@ def init_distributed(
     dist.init_process_group(backend, **extra)
 
 
-def _launched_ranks() -> int:
+def launched_ranks() -> int:
+    """Ranks that the launcher says there are; 1 without one. Raises where mpirun has started several it cannot name."""
     text = os.environ.get("WORLD_SIZE", "1")
     if not text.isdecimal() or int(text) < 1:
         raise ConfigError(f"WORLD_SIZE is {text!r} in the environment; it must be a whole number from 1")
@@ -78,6 +79,26 @@ def _default_backend() -> str:
     if torch.cuda.is_available():
         return "nccl"
     return "gloo"
+
+
+def together(make: Callable[[], T]) -> T:
+    """``make()``, or an error on every rank when it fails on any; the rank that fails raises its own. Collective."""
+    results: list[T] = []
+    problem: OneCopyError | None = None
+    try:
+        results.append(make())
+    except OneCopyError as error:
+        problem = error
+    told: list[str | None] = [None if problem is None else str(problem)]
+    if dist.is_initialized():
+        told = [None] * dist.get_world_size()
+        dist.all_gather_object(told, None if problem is None else str(problem))
+    if problem is not None:
+        raise problem
+    for rank, text in enumerate(told):
+        if text is not None:
+            raise RankMismatchError(f"rank {rank} failed: {text}")
+    return results[0]
 
 
 def get_local_rank() -> int:

@@ -13,7 +13,7 @@ from torch import nn
 
 import onecopy
 from onecopy.comm.groups import world_size
-from onecopy.deepspeed.comm import init_distributed
+from onecopy.deepspeed.comm import init_distributed, launched_ranks
 from onecopy.errors import ConfigError
 from onecopy.plan.config import DEEPSPEED, load_config
 
@@ -50,7 +50,7 @@ def Init(
     ):
         if value is not None:
             raise ConfigError(f"zero.Init({name}=...) is not supported in this version: {instead}")
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+    if launched_ranks() > 1:
         init_distributed()
     for source in (config_dict_or_path, config):
         if source is not None:
