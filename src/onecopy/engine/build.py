@@ -41,7 +41,7 @@ __all__ = ["Core", "build_core", "default_device"]
 
 T = TypeVar("T")
 
-# Engines in the order in which they are made, the same on all ranks.
+# Engines in the order in which this process makes them; rank 0's number counts.
 _ENGINES = itertools.count()
 
 SchedulerFactory = Callable[[Optimizer], LRScheduler]
@@ -220,6 +220,14 @@ def _make_scheduler(optimizer: Optimizer, scheduler: LRScheduler | SchedulerFact
 # Construction
 
 
+def _engine_number() -> int:
+    """A number that no other engine of these ranks has: rank 0's, as a process may have made engines alone before."""
+    number = [next(_ENGINES)]
+    if world_size() > 1:
+        dist.broadcast_object_list(number, 0)
+    return number[0]
+
+
 def _make_units(
     schedule: Schedule,
     units: list[UnitModules],
@@ -228,7 +236,7 @@ def _make_units(
     edges: tuple[Edge | None, Edge | None],
     memory: DeviceMemory,
 ) -> list[UnitRun]:
-    engine = next(_ENGINES)
+    engine = _engine_number()
     by_name = {known[0]: param for param, known in names.items()}
     place = {buffer: index for index, buffer in enumerate(schedule.buffers)}
     runs = []
