@@ -353,3 +353,44 @@ def reach_in(rank: int, world: int, stage: int) -> None:
 @pytest.mark.parametrize("stage", STAGES)
 def test_full_values_can_be_read_and_written(stage: int) -> None:
     run_ranks(reach_in, 2, stage)
+
+
+# ----------------------------------------------------------------------------------------------- keys that move bytes
+
+BF16 = {"bf16": {"enabled": True}}
+PURE = {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}}
+
+
+def bytes_of(rank: int, world: int, setups: dict[str, dict[str, Any]]) -> dict[str, tuple[dict[str, int], int]]:
+    found = {}
+    for name, setup in setups.items():
+        engine, *_ = deepspeed.initialize(model=models.build("even"), config=setup)
+        dtype = torch.bfloat16 if engine.bfloat16_enabled() else torch.float32  # inputs are the script's to cast
+        for micro in range(2):
+            engine.backward(engine(*(x.to(dtype) for x in models.batch("even", 0, micro, rank))))
+            engine.step()
+        measured = engine.measured()
+        found[name] = (measured["resident"]["device"], measured["collectives"]["reduce"]["bytes"])
+    return found
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_dtypes_of_the_wire_the_accumulator_and_the_moments_are_as_configured(stage: int) -> None:
+    def setup(**changes: Any) -> dict[str, Any]:
+        return config(stage, gradient_accumulation_steps=2, **changes)
+
+    setups = {
+        "fp32": setup(),
+        "fp32, bf16 wire": setup(communication_data_type="bf16"),
+        "bf16": setup(**BF16),
+        "bf16, fp32 wire": setup(communication_data_type="fp32", **BF16),
+        "bf16, bf16 accumulator": setup(data_types={"grad_accum_dtype": "bf16"}, **BF16),
+        "pure bf16": setup(**PURE),
+    }
+    kept, sent = {}, {}
+    for name, (resident, reduced) in run_ranks(bytes_of, 2, setups)[0].items():
+        kept[name], sent[name] = resident, reduced
+    assert sent["fp32"] == 2 * sent["bf16"] == 2 * sent["fp32, bf16 wire"] == sent["bf16, fp32 wire"]
+    assert kept["bf16"]["gradient"] == kept["fp32"]["gradient"] == 2 * kept["bf16, bf16 accumulator"]["gradient"]
+    assert kept["bf16"]["moments"] == 2 * kept["bf16"]["master"] == 2 * kept["pure bf16"]["moments"]
+    assert (kept["pure bf16"]["master"], kept["fp32"]["master"]) == (0, 0)
