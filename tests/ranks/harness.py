@@ -65,6 +65,10 @@ def run_ranks(
     return _workers().run(fn, world, args, kwargs, timeout, init_group)
 
 
+# Importing these takes seconds; the fork server does it once for all workers.
+PRELOAD = ["torch", "torch.distributed", "torch._dynamo", "onecopy"]
+
+
 class Worker:
     """A process that waits for tasks on a pipe."""
 
@@ -95,7 +99,7 @@ class Workers:
 
     def __init__(self) -> None:
         os.environ.setdefault("OMP_NUM_THREADS", "1")
-        multiprocessing.get_context("forkserver").set_forkserver_preload(["torch", "torch.distributed"])
+        multiprocessing.get_context("forkserver").set_forkserver_preload(PRELOAD)
         self.folder = tempfile.TemporaryDirectory(prefix="ranks-")
         self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self.workers: list[Worker] = []

@@ -35,7 +35,7 @@ from onecopy.plan.layout import UnitFact
 from onecopy.plan.plan import Plan
 from onecopy.recipes import build_optimizer, build_scheduler
 from onecopy.schedule.lower import Facts, Schedule, lower
-from onecopy.tiers.memory import DeviceMemory
+from onecopy.tiers.memory import DeviceMemory, keep_freed_memory
 
 __all__ = ["Core", "build_core", "default_device"]
 
@@ -98,6 +98,8 @@ def build_core(
     moments: tuple[str | None, ...] = _together(lambda: probe(made, device) if made is not None else (), world)
     mesh = plan.mesh(world)
     ranks = form_groups(mesh, device)
+    if device.type == "cpu":
+        keep_freed_memory()
     memory, ledger = DeviceMemory(device), Ledger()
     gather, reduce, across = (edge_for(group, ledger.sent) for group in (ranks.gather, ranks.reduce, ranks.across))
     staging = reduce is not None and reduce.staging

@@ -2,11 +2,32 @@
 
 from __future__ import annotations
 
+import ctypes
+import sys
 from collections import defaultdict
 
 import torch
 
-__all__ = ["DeviceMemory"]
+__all__ = ["DeviceMemory", "keep_freed_memory"]
+
+_M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3
+
+
+def keep_freed_memory() -> bool:
+    """Tell glibc to keep freed blocks of the process instead of handing them back to the system; False elsewhere.
+
+    Buffers are freed and filled again in every unit. By default glibc unmaps large ones and trims the heap, and each
+    page that comes back is cleared by the kernel at its first touch: about 0.4 ms per MB, more than sending it costs.
+    An accelerator's caching allocator does the same thing for device memory.
+    """
+    if not sys.platform.startswith("linux"):
+        return False
+    try:
+        set_option = ctypes.CDLL(None).mallopt
+    except AttributeError:  # a C library without it, such as musl
+        return False
+    options = ((_M_MMAP_THRESHOLD, 1 << 30), (_M_TRIM_THRESHOLD, (1 << 31) - 1), (_M_TOP_PAD, 64 << 20))
+    return all(set_option(option, value) == 1 for option, value in options)
 
 
 class DeviceMemory:
