@@ -74,9 +74,9 @@ class State(_Record):
         """
         at = start
         for span in self.spans:
-            if span.stop <= start or span.start >= stop:
-                continue
             low, high = max(span.start, start), min(span.stop, stop)
+            if low >= high:
+                continue
             if low != at:
                 often = "twice" if low < at else "nowhere"
                 raise ValueError(f"elements [{min(low, at)}, {max(low, at)}) are there {often}")

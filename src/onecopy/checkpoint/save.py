@@ -94,9 +94,8 @@ def save(
         meeting.together(lambda: _write(draft, nonce, prepared))
         shares = meeting.collect(prepared.share)
         meeting.from_rank0(lambda: draft.commit(_manifest(engine, prepared, shares)))
-    except BaseException:
-        if meeting.my_rank() == 0:
-            draft.discard()
+    except CheckpointError:  # raised on every rank, so all are here
+        meeting.from_rank0(draft.discard)
         raise
     if latest:
         meeting.from_rank0(draft.point)
