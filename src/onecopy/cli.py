@@ -74,7 +74,7 @@ def train(
     accumulation: Annotated[int | None, typer.Option(help="Micro-batches per optimizer step (default: 1)")] = None,
     lr: Annotated[float | None, typer.Option(help="Highest learning rate of AdamW (default: by the width)")] = None,
     recompute: Annotated[bool, typer.Option(help="Recompute activations in backward.")] = False,
-    steps: Annotated[int, typer.Option(help="Optimizer steps in all, earlier runs included.")] = 400,
+    steps: Annotated[int, typer.Option(help="Optimizer steps in all, earlier runs included.")] = 300,
     save_every: Annotated[int, typer.Option(help="Steps between checkpoints.")] = 200,
     keep: Annotated[int, typer.Option(help="Newest checkpoints to keep.")] = 2,
     nproc: Ranks = None,

@@ -11,6 +11,7 @@ import sys
 # This file's folder came first on the path; its modules must not shadow the standard library's of the same names.
 del sys.path[0]
 
+import faulthandler  # noqa: E402
 import json  # noqa: E402
 import os  # noqa: E402
 import runpy  # noqa: E402
@@ -22,6 +23,7 @@ import traceback  # noqa: E402
 def main() -> None:
     """Run what the arguments name; a failure goes into the agent's error file instead of onto the terminal."""
     del sys.argv[0]
+    faulthandler.enable()  # a crash in native code shows where Python was
     try:
         if sys.argv[0] == "-m":
             del sys.argv[0]

@@ -8,6 +8,7 @@ import os
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeVar
 
 import torch
@@ -248,7 +249,9 @@ def _make_units(
             params = [by_name[slot.param.name] for slot in buffer.layout.slots]
             index = place[buffer]
             moves = "gather" if buffer.cut(buffer.row.parameter.rest) else "spread"
-            run.weights.append(Weights(buffer, params, piece, edges[0], memory, Message(moves, engine, index)))
+            message = Message(moves, engine, index)
+            gather = partial(edges[0].gather, message=message) if edges[0] is not None else None
+            run.weights.append(Weights(buffer, params, piece, gather, memory))
             if buffer.trainable:
                 messages = Message("reduce", engine, index), Message("spread", engine, index, second=True)
                 run.gradients.append(Gradients(buffer, piece, edges[1], memory, messages))

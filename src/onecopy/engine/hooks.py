@@ -37,7 +37,6 @@ def _quiet(function: _F) -> _F:
     return function
 
 
-
 class Hooks:
     """Attaches the engine to ``root`` and passes events on to :class:`Gathering` and :class:`Rounds`."""
 
@@ -217,8 +216,7 @@ class Hooks:
 
     def unpacked(self, unit: UnitRun) -> None:
         """Backward is about to read a parameter of ``unit``."""
-        if not unit.present:
-            self._gathering.use(unit)
+        self._gathering.use(unit)
         if torch.is_grad_enabled() and self._gathering.depth == 0:
             self._gathering.keep_all()
 

@@ -16,7 +16,7 @@ from torch import nn
 
 from onecopy.errors import EngineError, ShardedReadError
 
-__all__ = ["HOME", "Home", "hide", "home_of", "show"]
+__all__ = ["HOME", "Home", "hidden_class", "hide", "home_of", "show"]
 
 HOME = "_onecopy_home"
 _CHAIN = "_onecopy_chain"
@@ -244,7 +244,7 @@ class StandIn(torch.Tensor):
 _SHARDED_CLASS: dict[type, type] = {}
 
 
-def _sharded_class(base: type) -> type:
+def hidden_class(base: type) -> type:
     """The class a parameter of class ``base`` has while it is freed."""
     if base not in _SHARDED_CLASS:
         members = {
@@ -259,7 +259,7 @@ def _sharded_class(base: type) -> type:
 
 def hide(param: nn.Parameter) -> None:
     """From now on ``param`` answers for its metadata only. Its values are about to be freed."""
-    param.__class__ = _sharded_class(type(param))
+    param.__class__ = hidden_class(type(param))
 
 
 def show(param: nn.Parameter) -> None:

@@ -47,7 +47,11 @@ class UnitRun:
 
     @property
     def present(self) -> bool:
-        return all(weights.present for weights in self.weights)
+        """Can every parameter of the unit be read?"""
+        for weights in self.weights:  # noqa: SIM110 - asked for every saved tensor, where a generator is a call more
+            if not weights.present:
+                return False
+        return True
 
 
 class Run:

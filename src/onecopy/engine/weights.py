@@ -8,13 +8,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from onecopy.comm.collectives import Edge, Message, Pending
-from onecopy.engine.parameter import HOME, hide, show
+from onecopy.comm.collectives import Pending
+from onecopy.engine.parameter import HOME, hidden_class, show
 from onecopy.plan.layout import Slot
 from onecopy.schedule.lower import Buffer
 from onecopy.tiers.memory import DeviceMemory
 
 __all__ = ["ParameterHome", "Weights"]
+
+# An all-gather of the second tensor, this rank's shard, into the first.
+Gather = Callable[[torch.Tensor, torch.Tensor], Pending]
 
 
 class Weights:
@@ -30,29 +33,23 @@ class Weights:
     """
 
     def __init__(
-        self,
-        spec: Buffer,
-        params: list[nn.Parameter],
-        piece: int,
-        edge: Edge | None,
-        memory: DeviceMemory,
-        message: Message,
+        self, spec: Buffer, params: list[nn.Parameter], piece: int, gather: Gather | None, memory: DeviceMemory
     ) -> None:
         self.spec = spec
         self.params = params
         self.piece = piece
-        self.edge = edge
+        self._gather = gather
         self.memory = memory
         self.present = True
         self.pins = 0
         self.pending: Pending | None = None
-        self._message = message
         dtype = getattr(torch, spec.dtype)
         self.full = memory.alloc("gather buffer" if self.cut else "parameter", spec.layout.padded, dtype)
         own = self.full[piece * spec.layout.shard : (piece + 1) * spec.layout.shard]
         self.shard = memory.alloc("parameter", spec.layout.shard, dtype) if self.cut else own
         self.master: torch.Tensor | None = None
         self._versions = 0
+        self._classes: list[tuple[nn.Parameter, type, type]] = []
         # The engine this buffer belongs to, set when it is complete; weak, so that engines can be collected.
         self.core: Callable[[], Any] | None = None
 
@@ -91,6 +88,7 @@ class Weights:
                 show(param)
             param.data = self.full[slot.start : slot.stop].view(slot.param.shape)
             param.__dict__[HOME] = ParameterHome(self, slot, demand)
+        self._classes = [(param, type(param), hidden_class(type(param))) for param in self.params]
         self._versions = self._version_sum()
         if self.cut:
             self.shard.copy_(self.own())
@@ -101,6 +99,8 @@ class Weights:
 
         The engine writes through ``full``, which does not touch the parameters' own version counters.
         """
+        if self.master is None or self.cut:
+            return
         versions = self._version_sum()
         if versions != self._versions:
             self._versions = versions
@@ -132,17 +132,17 @@ class Weights:
 
     def start_gather(self) -> None:
         """Give the full buffer memory and set the all-gather off."""
-        assert self.edge is not None
+        assert self._gather is not None
         self.memory.materialise("gather buffer", self.full)
-        self.pending = self.edge.gather(self.full, self.shard, self._message)
+        self.pending = self._gather(self.full, self.shard)
 
     def finish_gather(self) -> None:
         """Wait for the all-gather; from here on the parameters are ordinary ones."""
         assert self.pending is not None
         self.pending.wait()
         self.pending = None
-        for param in self.params:
-            show(param)
+        for param, shown, _ in self._classes:
+            param.__class__ = shown
         self.present = True
 
     def read(self, slot: Slot) -> torch.Tensor:
@@ -158,8 +158,8 @@ class Weights:
 
     def free(self) -> None:
         """Give the full buffer's memory back; the parameters keep their shapes and refuse to be read."""
-        for param in self.params:
-            hide(param)
+        for param, _, hidden in self._classes:
+            param.__class__ = hidden
         self.present = False
         self.memory.vacate("gather buffer", self.full)
 
@@ -173,8 +173,8 @@ class Weights:
 
     def start_spread(self) -> None:
         """Set the all-gather off that makes every rank's stepped piece whole again, in place."""
-        assert self.edge is not None
-        self.pending = self.edge.gather(self.full, self.own(), self._message)
+        assert self._gather is not None
+        self.pending = self._gather(self.full, self.own())
 
     def finish_spread(self) -> None:
         assert self.pending is not None
