@@ -445,5 +445,27 @@ def test_whenever_a_save_is_killed_a_complete_one_is_found(tmp_path: Path, tag: 
     assert call > 8
 
 
+def test_options_keep_the_kind_they_have_here(tmp_path: Path) -> None:
+    """A learning rate that is a tensor is written into, so that whoever captured it sees the new one."""
+
+    def build(lr: Any) -> Any:
+        return onecopy.initialize(
+            nn.Linear(2, 1),
+            onecopy.stage(2),
+            optimizer=lambda params: torch.optim.Adam(params, lr=lr, foreach=False, betas=(0.5, 0.6)),
+        )
+
+    for saved, here in ((0.5, torch.tensor(0.25)), (torch.tensor(0.5), 0.25), (torch.tensor(0.5), torch.tensor(0.25))):
+        first, second = build(saved), build(here)
+        first.save(tmp_path)
+        group = second.optimizer.param_groups[0]
+        group["betas"], group["foreach"] = (0.1, 0.2), True
+        second.load(tmp_path)
+        assert group["betas"] == (0.5, 0.6)
+        assert group["foreach"] is True
+        assert float(group["lr"]) == 0.5
+        assert group["lr"] is here if isinstance(here, torch.Tensor) else type(group["lr"]) is float
+
+
 def test_errors_are_of_the_library() -> None:
     assert issubclass(CheckpointError, OneCopyError)

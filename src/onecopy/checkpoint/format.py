@@ -221,9 +221,7 @@ def _encode_dict(value: dict[Any, Any], where: str, tensors: bool) -> Any:
     counter = isinstance(value, Counter)
     if plain and not counter:
         return {key: encode(item, f"{where}[{key!r}]", tensors) for key, item in value.items()}
-    items = [
-        [encode(key, f"a key of {where}"), encode(item, f"{where}[{key!r}]", tensors)] for key, item in value.items()
-    ]
+    items = [[encode(key, f"a key of {where}"), encode(item, f"{where}[{key!r}]", tensors)] for key, item in value.items()]
     return {"$counter" if counter else "$items": items}
 
 

@@ -263,5 +263,7 @@ class Loading:
             held = group.get(key)
             if isinstance(held, Tensor) and not isinstance(value, list | tuple | dict | None):
                 held.fill_(value)  # a tensor here is shared with captured or compiled steps
+            elif isinstance(value, Tensor) and isinstance(held, float):
+                group[key] = value.item()
             else:
                 group[key] = value

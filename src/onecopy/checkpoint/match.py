@@ -134,9 +134,7 @@ def _match_optimizer(engine: Engine, manifest: Manifest, groups: list[list[str]]
         said.append(f"the optimizer is {kind}, the checkpoint has none: optimizer_states=False loads weights alone")
         return
     if saved.kind != kind:
-        said.append(
-            f"the optimizer is {kind}, in the checkpoint {saved.kind}: optimizer_states=False loads weights alone"
-        )
+        said.append(f"the optimizer is {kind}, in the checkpoint {saved.kind}: optimizer_states=False loads weights alone")
         return
     had_states = {name for group in saved.groups for name in group.params}
     found.stepped = frozenset(name for name, record in found.parameters.items() if record.names[0] in had_states)

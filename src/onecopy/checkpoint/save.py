@@ -143,11 +143,7 @@ def _prepare(engine: Engine, tag: str, client_state: dict[str, Any] | None) -> P
 def _options(optimizer: Optimizer | None) -> list[dict[str, Any]]:
     """The options of each group of ``optimizer``."""
     return [
-        {
-            key: encode(value, f"option {key!r} of optimizer group {at}")
-            for key, value in group.items()
-            if key != "params"
-        }
+        {key: encode(value, f"option {key!r} of optimizer group {at}") for key, value in group.items() if key != "params"}
         for at, group in enumerate(optimizer.param_groups if optimizer is not None else [])
     ]
 

@@ -28,6 +28,8 @@ _CODES = {
     "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2",
 }  # fmt: skip
 
+_MAPPED = 64 << 20  # bytes
+
 
 def _layout(tensors: Sequence[tuple[str, Tensor]]) -> tuple[bytes, list[Tensor]]:
     """The file's header, and the tensors in the order of their bytes: wide elements first, so that each is aligned."""
@@ -94,13 +96,15 @@ def sync_folder(path: Path) -> None:
 class Reader:
     """Ranges of the tensors in the files of one checkpoint.
 
-    A file is mapped, so a range costs the pages it is on and nothing else.
+    Files are mapped, so a range costs the pages it is on and nothing else; and as pages that were read count as this
+    process's memory until they are needed otherwise, mappings are given back after every 64 MiB.
     """
 
     def __init__(self, folder: Path, sizes: dict[str, int]) -> None:
         self.folder = folder
         self.sizes = sizes
         self._open: dict[str, Any] = {}
+        self._touched = 0
         self._keys: dict[str, frozenset[str]] = {}
 
     def check_file(self, name: str) -> None:
@@ -126,7 +130,10 @@ class Reader:
 
     def read(self, span: Span, start: int, stop: int) -> Tensor:
         """Elements ``[start, stop)`` of the parameter, which ``span`` has. Do not keep it: it maps the whole file."""
+        if self._touched > _MAPPED:
+            self.close()
         part: Tensor = self._slice(span.file, span.key)[start - span.start : stop - span.start]
+        self._touched += part.numel() * part.element_size()
         return part
 
     def whole(self, stored: Stored) -> Tensor:
@@ -135,8 +142,9 @@ class Reader:
         return value
 
     def close(self) -> None:
-        """Give the mappings back."""
+        """Give the mappings back. Reading maps again."""
         self._open.clear()
+        self._touched = 0
 
     def _file(self, name: str) -> Any:
         if name not in self._open:
