@@ -186,9 +186,8 @@ def show_report(report: dict[str, Any], console: Console) -> None:
             for line in lines(ledger["predicted"], ledger["measured"])
             if line.exact and line.verdict != "equal"
         ]
-        console.print(
-            "not as predicted: " + "; ".join(off) if off else "bytes held and sent are as predicted on every rank"
-        )
+        verdict = "not as predicted: " + "; ".join(off) if off else "bytes held and sent are as predicted on every rank"
+        console.print(verdict, highlight=False, soft_wrap=True)
     speed = report["tokens_per_second"]
     console.print(
         f"step {report['steps']}: validation loss [bold]{report['validation_loss']:.3f}[/bold] nats per byte "
@@ -411,6 +410,8 @@ def main() -> None:
     if first:
         (Path(settings.run.out) / _REPORT).write_text(json.dumps(report, indent=1))
     trainer.engine.close()
+    if dist.is_initialized():
+        dist.destroy_process_group()  # left to the interpreter's end, gloo's threads now and then abort the process
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ import hashlib
 import itertools
 import os
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
@@ -24,6 +24,7 @@ from onecopy.engine.gathering import Gathering
 from onecopy.engine.gradients import Gradients
 from onecopy.engine.hooks import Hooks
 from onecopy.engine.ledger import Ledger
+from onecopy.engine.parameter import home_of, set_data
 from onecopy.engine.rounds import Rounds
 from onecopy.engine.run import Run, UnitRun
 from onecopy.engine.step import Stepper
@@ -36,7 +37,7 @@ from onecopy.plan.layout import UnitFact
 from onecopy.plan.plan import Plan
 from onecopy.recipes import build_optimizer, build_scheduler
 from onecopy.schedule.lower import Facts, Schedule, lower
-from onecopy.tiers.memory import DeviceMemory, keep_freed_memory
+from onecopy.tiers.memory import DeviceMemory, give_back_freed_memory, keep_freed_memory
 
 __all__ = ["Core", "build_core", "default_device"]
 
@@ -94,25 +95,27 @@ def build_core(
     dtype = getattr(torch, plan.precision.dtype) if plan.precision.dtype else None
     facts = tuple(unit.fact(names, dtype) for unit in units)
     _agree(plan, facts, world)
-    made = _together(lambda: _make_optimizer(model, plan, optimizer, facts, world), world)
+    made = _together(lambda: _make_optimizer(model, plan, optimizer, facts), world)
+    _same_everywhere({"optimizer": _describe_optimizer(made)}, world)
     facts = facts if made is not None else tuple(_forward_only(unit) for unit in facts)
     moments: tuple[str | None, ...] = _together(lambda: probe(made, device) if made is not None else (), world)
     mesh = plan.mesh(world)
     ranks = form_groups(mesh, device)
-    if device.type == "cpu":
-        keep_freed_memory()
     memory, ledger = DeviceMemory(device), Ledger()
     gather, reduce, across = (edge_for(group, ledger.sent) for group in (ranks.gather, ranks.reduce, ranks.across))
     staging = reduce is not None and reduce.staging
     schedule = lower(plan, Facts(facts, mesh, moments, staging))
 
-    if any(param.device.type == "meta" for param in names) and _everywhere_meta(names, world):
+    if _everywhere_meta(names, world):
         materialise_meta(model, device, names)
     runs = _make_units(schedule, units, names, ranks.piece, (gather, reduce), memory)
     run = Run(schedule, runs, across)
     gathering = Gathering(run, plan.units.prefetch)
     _adopt(run, gathering, world)
-    _adopt_buffers(model, device, dtype, world)
+    _adopt_rest(model, names, device, dtype, world)
+    give_back_freed_memory()
+    if device.type == "cpu":
+        keep_freed_memory()
     rounds = Rounds(run, gathering, plan.units.reduce_ahead)
     hooks = Hooks(model, run, gathering, rounds, dtype if plan.precision.cast_inputs else None)
 
@@ -154,30 +157,47 @@ def _together(make: Callable[[], T], world: int) -> T:
 def _agree(plan: Plan, facts: tuple[UnitFact, ...], world: int) -> None:
     """Check the plan, and that all ranks were given the same plan and model."""
     _together(lambda: check(plan, facts, world), world)
+    params = {f"parameter {param.name!r}": repr(param) for unit in facts for param in unit.params}
+    _same_everywhere({"plan": repr(plan), **params}, world)
+
+
+def _same_everywhere(mine: dict[str, str], world: int) -> None:
+    """Raise :class:`RankMismatchError` on every rank unless all ranks say the same; collective.
+
+    A digest is compared first: what is said is sent only when somebody says something else.
+    """
     if world == 1:
         return
-    mine = {"plan": repr(plan), **{param.name: repr(param) for unit in facts for param in unit.params}}
-    digest = hashlib.sha256(repr((plan, facts)).encode()).hexdigest()
     digests: list[str] = [""] * world
-    dist.all_gather_object(digests, digest)
+    dist.all_gather_object(digests, hashlib.sha256(repr(mine).encode()).hexdigest())
     if len(set(digests)) == 1:
         return
     everyone: list[dict[str, str]] = [{} for _ in range(world)]
     dist.all_gather_object(everyone, mine)
     for rank, theirs in enumerate(everyone):
-        for key in [*everyone[0], *theirs]:
-            if everyone[0].get(key) != theirs.get(key):
-                what = "plan" if key == "plan" else f"parameter {key!r}"
+        for what in [*everyone[0], *theirs]:
+            if everyone[0].get(what) != theirs.get(what):
                 raise RankMismatchError(
-                    f"ranks disagree about the {what}: rank 0 has {everyone[0].get(key, 'none')}, rank {rank} has "
-                    f"{theirs.get(key, 'none')}; give every rank the same model and plan"
+                    f"ranks disagree about the {what}: rank 0 has {everyone[0].get(what, 'none')}, rank {rank} has "
+                    f"{theirs.get(what, 'none')}; give every rank the same"
                 )
-    raise RankMismatchError("ranks group the model's parameters differently; give every rank the same model")
+    raise RankMismatchError("ranks hold the model's parameters in different orders; give every rank the same model")
+
+
+def _describe_optimizer(optimizer: Optimizer | None) -> str:
+    """The optimizer's class and the options of its groups."""
+    if optimizer is None:
+        return "none"
+    groups = [
+        {**{key: value for key, value in group.items() if key != "params"}, "tensors": len(group["params"])}
+        for group in optimizer.param_groups
+    ]
+    return f"{type(optimizer).__name__} with {groups}"
 
 
 def _everywhere_meta(names: dict[nn.Parameter, list[str]], world: int) -> bool:
     """True when no rank has real values; False when rank 0 has all of them. Anything else is an error on all ranks."""
-    meta = sum(param.device.type == "meta" for param in names)
+    meta = sum(home_of(param) is None and param.device.type == "meta" for param in names)
     counts = [meta]
     if world > 1:
         counts = [0] * world
@@ -198,9 +218,9 @@ def _forward_only(unit: UnitFact) -> UnitFact:
 
 
 def _make_optimizer(
-    model: nn.Module, plan: Plan, optimizer: Optimizer | Factory | None, facts: tuple[UnitFact, ...], world: int
+    model: nn.Module, plan: Plan, optimizer: Optimizer | Factory | None, facts: tuple[UnitFact, ...]
 ) -> Optimizer | None:
-    if not any(param.trainable and param.shape is not None for unit in facts for param in unit.params):
+    if not any(param.trainable for unit in facts for param in unit.params):
         if optimizer is not None and not isinstance(optimizer, Optimizer):
             raise PlanError("an optimizer was given but no parameter of the model requires a gradient")
         return None
@@ -274,8 +294,17 @@ def _adopt(run: Run, gathering: Gathering, world: int) -> None:
             weights.adopt(whole_values, agree, gathering.demand)
 
 
-def _adopt_buffers(model: nn.Module, device: torch.device, dtype: torch.dtype | None, world: int) -> None:
-    """Rank 0's module buffers become everybody's, on ``device``, floating-point ones in the compute dtype."""
+def _adopt_rest(
+    model: nn.Module, params: Iterable[nn.Parameter], device: torch.device, dtype: torch.dtype | None, world: int
+) -> None:
+    """What no unit holds: parameters without elements, and module buffers, of which rank 0's become everybody's.
+
+    Both go to ``device``, floating-point ones in the compute dtype.
+    """
+    for param in params:
+        if not param.numel():
+            cast = dtype if dtype is not None and param.is_floating_point() else param.dtype
+            set_data(param, torch.empty(param.shape, dtype=cast, device=device))
     for module in model.modules():
         for name, buffer in module.named_buffers(recurse=False):
             cast = dtype if dtype is not None and buffer.is_floating_point() else buffer.dtype

@@ -16,9 +16,10 @@ import torch.distributed as dist
 from torch import nn
 
 from onecopy.comm.groups import ensure_process_group, world_size
-from onecopy.engine.parameter import HOME, hide, home_of
+from onecopy.engine.parameter import HOME, Face, hollow, home_of
 from onecopy.engine.weights import ParameterHome
 from onecopy.errors import EngineError
+from onecopy.tiers.memory import give_back_freed_memory, keep_freed_memory
 
 __all__ = ["BornHome", "deferred", "materialise_meta", "whole_values"]
 
@@ -65,19 +66,8 @@ def _cut(param: nn.Parameter, name: str, device: torch.device) -> None:
     if home_of(param) is not None or param.numel() == 0:
         return
     home = BornHome(param, name, device)
-    hollow = torch.empty(param.shape, dtype=param.dtype, device=device)
-    hollow.untyped_storage().resize_(0)
-    if param.device.type == "meta":
-        _replace_meta(param, hollow)
-    else:
-        param.data = hollow
     param.__dict__[HOME] = home
-    hide(param)
-
-
-def _replace_meta(param: nn.Parameter, hollow: torch.Tensor) -> None:
-    """A meta tensor's data cannot be set: exchange the implementation below the object."""
-    torch.utils.swap_tensors(param, nn.Parameter(hollow, requires_grad=param.requires_grad))
+    Face(param, hollow(param.shape, param.dtype, device)).hide()
 
 
 @contextmanager
@@ -92,6 +82,7 @@ def deferred(device: torch.device | str | None = None) -> Iterator[None]:
     if world_size() == 1:
         yield
         return
+    keep_freed_memory(False)
     own = torch.get_rng_state()
     shared = own.clone()
     dist.broadcast(shared, 0)
@@ -109,6 +100,7 @@ def deferred(device: torch.device | str | None = None) -> Iterator[None]:
         yield
     finally:
         nn.Module.register_parameter = register  # type: ignore[method-assign]
+        give_back_freed_memory()
         if not torch.equal(own, shared):
             torch.set_rng_state(own)
 
@@ -120,14 +112,14 @@ def materialise_meta(model: nn.Module, device: torch.device, names: dict[nn.Para
     for modules with parameters or buffers on meta and no such method.
     """
     lacking = [
-        name
+        f"{type(module).__name__} {name!r} ({', '.join(meta)})"
         for name, module in model.named_modules()
-        if _has_meta(module) and not callable(getattr(module, "reset_parameters", None))
+        if (meta := _on_meta(module)) and not callable(getattr(module, "reset_parameters", None))
     ]
     if lacking:
         raise EngineError(
-            f"modules {lacking[:5]} have parameters or buffers on the meta device and no reset_parameters() to "
-            "initialise them; add one, build the model inside onecopy.deferred(), or load it on rank 0"
+            f"on the meta device in modules without a reset_parameters() that would initialise them: "
+            f"{'; '.join(lacking[:5])}. Add one, build the model inside onecopy.deferred(), or load it on rank 0"
         )
     for param, known in names.items():
         if param.device.type == "meta":
@@ -143,9 +135,9 @@ def materialise_meta(model: nn.Module, device: torch.device, names: dict[nn.Para
                 reset()
 
 
-def _has_meta(module: nn.Module) -> bool:
-    own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
-    return any(tensor.device.type == "meta" for tensor in own)
+def _on_meta(module: nn.Module) -> list[str]:
+    own = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
+    return [name for name, tensor in own if tensor.device.type == "meta"]
 
 
 def whole_values(param: nn.Parameter) -> torch.Tensor | None:

@@ -11,7 +11,7 @@ from torch import nn
 
 from onecopy.comm.groups import world_size
 from onecopy.engine.deferred import BornHome
-from onecopy.engine.parameter import hide, home_of, show
+from onecopy.engine.parameter import Face, home_of
 from onecopy.engine.weights import ParameterHome
 from onecopy.errors import EngineError
 
@@ -59,17 +59,29 @@ def gather_for_reading(params: nn.Module | nn.Parameter | Iterable[nn.Parameter]
             weights.pins -= 1
         for weights in opened:
             if weights.pins == 0 and weights.present:
-                weights.free()
+                weights.free(look=True)
+                core = weights.core() if weights.core is not None else None
+                if core is not None:
+                    core.gathering.index_storages()
         for param in born:
             _close_born(param, keep=write_rank is not None)
 
 
 def _refuse_writes(listed: list[nn.Parameter], versions: list[int]) -> None:
-    for param, version in zip(listed, versions, strict=True):
-        home = home_of(param)
-        if home is not None and param._version != version:
+    """Raise on every rank when any rank wrote; collective."""
+    written = [
+        home.name
+        for param, version in zip(listed, versions, strict=True)
+        if (home := home_of(param)) is not None and param._version != version
+    ]
+    told: list[list[str]] = [written]
+    if world_size() > 1:
+        told = [[] for _ in range(world_size())]
+        dist.all_gather_object(told, written)
+    for rank, names in enumerate(told):
+        if names:
             raise EngineError(
-                f"parameter {home.name!r} was written inside gathered(...), and the write would be lost; "
+                f"rank {rank} wrote parameter {names[0]!r} inside gathered(...), and the write would be lost; "
                 "pass write_rank= to say whose values count"
             )
 
@@ -91,8 +103,7 @@ def _open_born(param: nn.Parameter) -> None:
     assert isinstance(home, BornHome)
     whole = home.whole()
     home.present = True
-    show(param)
-    param.data = whole
+    Face(param, whole).show()
 
 
 def _close_born(param: nn.Parameter, keep: bool) -> None:
@@ -100,8 +111,5 @@ def _close_born(param: nn.Parameter, keep: bool) -> None:
     assert isinstance(home, BornHome)
     if keep:
         home.shard.copy_(param.detach().reshape(-1)[home.start : home.start + home.shard.numel()])
-    hollow = torch.empty(param.shape, dtype=param.dtype, device=param.device)
-    hollow.untyped_storage().resize_(0)
-    param.data = hollow
     home.present = False
-    hide(param)
+    Face(param, home.shard).hide()

@@ -31,9 +31,14 @@ class Gathering:
         self.backward = False
         self.depth = 0
         # Storages of gathered buffers, so that what autograd saves of them can be recognised.
-        self.storages = {
-            weights.full.untyped_storage()._cdata: unit for unit in self._units for weights in unit.weights if weights.cut
-        }
+        self.storages: dict[int, UnitRun] = {}
+        self.index_storages()
+
+    def index_storages(self) -> None:
+        """Note the storages again after one was exchanged."""
+        self.storages.clear()
+        for unit in self._units:
+            self.storages.update({weights.full.untyped_storage()._cdata: unit for weights in unit.weights if weights.cut})
 
     # Passes
 

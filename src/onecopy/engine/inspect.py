@@ -48,6 +48,8 @@ def _assemble(home: ParameterHome, core: Core, held: Held) -> torch.Tensor:
 
 def read_param(param: nn.Parameter) -> torch.Tensor:
     """See :func:`onecopy.full_param`."""
+    if home_of(param) is None and not param.numel():
+        return param.detach().float()
     home, core = _home(param)
     home.weights.notice_writes()
     return _assemble(home, core, (home.weights.target(), home.weights.stepped()[0]))
@@ -83,6 +85,8 @@ def _grad_held(home: ParameterHome, gradients: Gradients) -> Held | None:
 
 def read_grad(param: nn.Parameter) -> torch.Tensor | None:
     """See :func:`onecopy.full_grad`."""
+    if home_of(param) is None and not param.numel():
+        return None
     home, core = _home(param)
     held = _grad_held(home, _gradients(home, core))
     if held is None:
@@ -109,21 +113,27 @@ def read_state(param: nn.Parameter, name: str) -> torch.Tensor | None:
     if core.tiles is None:
         raise EngineError("this engine has no optimizer, so it has no optimizer states")
     piece = core.tiles.of_param.get(home.name)
-    state = core.tiles.optimizer.state.get(piece.param, {}).get(name) if piece is not None else None
-    # One element more than the parameter: how many ranks have the state.
-    whole = torch.zeros(home.slot.param.numel + 1, dtype=torch.float32, device=core.ranks.device)
-    if piece is not None and isinstance(state, torch.Tensor):
-        if state.shape == piece.param.shape:
-            whole[piece.offset : piece.offset + state.numel()].copy_(state)
-        elif state.numel() == 1:
-            whole[piece.offset] = state
-        whole[-1] = 1
+    state = core.tiles.optimizer.state.get(piece.param, {}) if piece is not None else {}
+    value = state.get(name)
+    whole = torch.zeros(home.slot.param.numel, dtype=torch.float32, device=core.ranks.device)
+    if piece is not None and isinstance(value, torch.Tensor):
+        if value.shape == piece.param.shape:
+            whole[piece.offset : piece.offset + value.numel()].copy_(value)
+        elif value.numel() == 1:
+            whole[piece.offset] = value  # one number per parameter, such as the step: the first element has it
+    # How many ranks have states at all, and this one.
+    have = torch.tensor([float(bool(state)), float(isinstance(value, torch.Tensor))], device=core.ranks.device)
     if core.ranks.gather is not None and home.weights.spec.cut(home.weights.spec.row.optimizer):
-        have = whole[-1:].clone()
-        dist.all_reduce(whole[:-1].view(torch.int32), group=core.ranks.gather)
+        dist.all_reduce(whole.view(torch.int32), group=core.ranks.gather)
         dist.all_reduce(have, group=core.ranks.gather)
-        whole[-1:] = have
-    return whole[:-1].view(home.shape) if whole[-1] > 0 else None
+    if have[0] > 0 and have[1] == 0:
+        raise EngineError(f"the optimizer keeps no state {name!r} of {home.name!r}; {_known_states(state)}")
+    return whole.view(home.shape) if have[1] > 0 else None
+
+
+def _known_states(state: dict[str, object]) -> str:
+    have = sorted(key for key, kept in state.items() if isinstance(kept, torch.Tensor) and kept.dim())
+    return f"it has {have}" if have else "this rank steps none of it"
 
 
 def write_state(param: nn.Parameter, name: str, value: torch.Tensor) -> None:
@@ -137,13 +147,12 @@ def write_state(param: nn.Parameter, name: str, value: torch.Tensor) -> None:
     state = core.tiles.optimizer.state.get(piece.param, {})
     held = state.get(name)
     if not isinstance(held, torch.Tensor) or held.shape != piece.param.shape:
-        have = sorted(key for key, kept in state.items() if isinstance(kept, torch.Tensor) and kept.dim())
-        raise EngineError(f"the optimizer keeps no state {name!r} of {home.name!r}; it has {have}")
+        raise EngineError(f"the optimizer keeps no state {name!r} of {home.name!r}; {_known_states(state)}")
     flat = _checked(home, value)
     held.copy_(flat[piece.offset : piece.offset + held.numel()])
 
 
 def _checked(home: ParameterHome, value: torch.Tensor) -> torch.Tensor:
-    if value.numel() != home.slot.param.numel:
+    if value.shape != home.shape:
         raise EngineError(f"{home.name!r} has shape {tuple(home.shape)}; got a value of shape {tuple(value.shape)}")
     return value.detach().reshape(-1)

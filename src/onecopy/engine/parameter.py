@@ -1,7 +1,7 @@
 """Sharded parameters tell the truth, take in-place initialisers, and refuse to be read.
 
-A parameter whose storage is freed keeps its object, shape and dtype; while it is freed its class is switched to one
-that overrides ``__torch_function__``, and switched back when it is gathered: a gathered parameter costs nothing.
+A parameter whose values are elsewhere keeps its object, shape and dtype; meanwhile its class is one that overrides
+``__torch_function__``, and it gets its own back when it is gathered: a gathered parameter costs nothing.
 Anything derived from it without reading values (``.data``, ``w[0]``, ``w.view(-1)``) is a stand-in that obeys the same
 rules.
 """
@@ -16,7 +16,7 @@ from torch import nn
 
 from onecopy.errors import EngineError, ShardedReadError
 
-__all__ = ["HOME", "Home", "hidden_class", "hide", "home_of", "show"]
+__all__ = ["HOME", "Face", "Home", "hollow", "home_of", "set_data"]
 
 HOME = "_onecopy_home"
 _CHAIN = "_onecopy_chain"
@@ -58,12 +58,15 @@ _METADATA_PROPERTIES = frozenset(
     "is_meta is_sparse is_sparse_csr is_quantized is_nested is_mkldnn is_ipu is_maia is_mtia is_vulkan is_xla retains_grad "
     "output_nr _version _base _backward_hooks _post_accumulate_grad_hooks _grad_fn name volatile _is_param _grad".split()
 )
+_DEVICE_PROPERTIES = frozenset("device is_cuda is_cpu is_xpu is_mps is_meta is_mtia".split())
 _METADATA_METHODS = frozenset(
     "size dim ndimension numel nelement stride element_size is_floating_point is_complex is_contiguous get_device "
     "storage_offset is_signed __len__ requires_grad_ register_hook register_post_accumulate_grad_hook __hash__ "
     "is_inference has_names _is_view _has_symbolic_sizes_strides result_type is_same_size can_cast is_shared is_pinned "
     "is_tensor is_conj is_neg __format_meta__ _typed_storage_meta".split()
 )
+# What a hidden parameter's own memory would answer wrongly: it repeats one element.
+_LAYOUT_METHODS = frozenset("stride is_contiguous storage_offset".split())
 # Same shape or dtype as the parameter, none of its values.
 _LIKE = frozenset(
     "empty_like zeros_like ones_like full_like rand_like randn_like randint_like new_empty new_zeros new_ones new_full "
@@ -115,6 +118,12 @@ def _dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         home: Home = subject.__dict__[HOME]
         if prop is not None:
             return _access(func, prop, subject, home, args, kwargs)
+        if name == "get_device":
+            return func(home.local()[0])
+        if name in _LIKE:
+            kwargs.setdefault("device", home.local()[0].device)
+        if name in _LAYOUT_METHODS and _CHAIN not in subject.__dict__:
+            return func(torch.empty(home.shape, dtype=home.local()[0].dtype, device="meta"), *args[1:], **kwargs)
         if name in _METADATA_METHODS or name in _LIKE:
             return func(*args, **kwargs)
         if name in ("__repr__", "__format__"):
@@ -146,11 +155,18 @@ def _tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor
 def _access(func: Any, prop: str, subject: torch.Tensor, home: Home, args: Any, kwargs: Any) -> Any:
     """Read or set property ``prop``."""
     if func.__name__ == "__get__":
+        if prop in _DEVICE_PROPERTIES:
+            return func(home.local()[0])  # a stand-in is on the meta device itself
         if prop in _METADATA_PROPERTIES:
             return func(*args, **kwargs)
         if prop in ("data", "T", "mT"):
             return _alias(func, subject, home, args[1:], kwargs)
         raise _refuse(home, f".{prop}")
+    whole = isinstance(args[-1], torch.Tensor) and args[-1].shape == home.shape
+    if prop == "data" and whole and _CHAIN not in subject.__dict__:
+        local, start = home.local()
+        local.copy_(args[-1].detach().reshape(-1)[start : start + local.numel()])
+        return home.written()
     if prop in ("grad", "requires_grad", "retains_grad", "_backward_hooks", "_post_accumulate_grad_hooks", "_grad"):
         return func(*args, **kwargs)
     raise EngineError(
@@ -160,11 +176,14 @@ def _access(func: Any, prop: str, subject: torch.Tensor, home: Home, args: Any, 
 
 
 def _alias(func: Any, subject: torch.Tensor, home: Home, rest: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
-    """A stand-in for a view of ``subject`` that remembers how to take the same view of a whole tensor."""
-    view: torch.Tensor = func(subject, *rest, **kwargs)
+    """A stand-in for a view of ``subject`` that remembers how to take the same view of a whole tensor.
+
+    It is a meta tensor underneath: code that reaches below ``__torch_function__`` meets no freed memory.
+    """
     chain = subject.__dict__.get(_CHAIN, ())
     if func.__name__ != "detach" and _property_name(func) != "data":
         chain = (*chain, lambda whole: func(whole, *rest, **kwargs))
+    view = _through(chain, torch.empty(home.shape, dtype=home.local()[0].dtype, device="meta")).detach()
     view.__class__ = StandIn
     view.__dict__[HOME] = home
     view.__dict__[_CHAIN] = chain
@@ -241,27 +260,94 @@ class StandIn(torch.Tensor):
     __deepcopy__ = _refuse_copy
 
 
-_SHARDED_CLASS: dict[type, type] = {}
+_HIDDEN_CLASS: dict[type, type] = {}
 
 
-def hidden_class(base: type) -> type:
+def _hidden_class(base: type) -> type:
     """The class a parameter of class ``base`` has while it is freed."""
-    if base not in _SHARDED_CLASS:
+    if base not in _HIDDEN_CLASS:
         members = {
             "__torch_function__": classmethod(_torch_function),
             "__deepcopy__": _refuse_copy,
             "__module__": __name__,
         }
         name = "ShardedParameter" if base is nn.Parameter else f"Sharded{base.__name__}"
-        _SHARDED_CLASS[base] = type(base)(name, (base,), members)
-    return _SHARDED_CLASS[base]
+        _HIDDEN_CLASS[base] = type(base)(name, (base,), members)
+    return _HIDDEN_CLASS[base]
 
 
-def hide(param: nn.Parameter) -> None:
-    """From now on ``param`` answers for its metadata only. Its values are about to be freed."""
-    param.__class__ = hidden_class(type(param))
+def _whole_trunc_normal(plain: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """``trunc_normal_`` reads back what it draws: for a freed parameter it runs on a whole scratch tensor."""
+
+    def trunc_normal(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        home = home_of(tensor)
+        if home is None or home.present:
+            return plain(tensor, *args, **kwargs)
+        chain = tensor.__dict__.get(_CHAIN, ())
+        mark = (lambda mask: mask.fill_(True)) if chain else None
+        with torch.no_grad():
+            _write_whole(lambda view: plain(view, *args, **kwargs), home, chain, mark)
+        home.written()
+        return tensor
+
+    return trunc_normal
 
 
-def show(param: nn.Parameter) -> None:
-    """``param``'s values are there again: give it back the class it came with."""
-    param.__class__ = type(param).__mro__[1]
+# The other initialisers write with single in-place calls, which __torch_function__ sees; this one has no such seam.
+if hasattr(torch.nn.init, "_no_grad_trunc_normal_"):
+    torch.nn.init._no_grad_trunc_normal_ = _whole_trunc_normal(torch.nn.init._no_grad_trunc_normal_)
+
+
+class Face:
+    """The two states of one managed parameter: shown, a view of its buffer, and hidden.
+
+    A hidden parameter's data is one element repeated, NaN (or the largest integer): code that reaches below
+    ``__torch_function__`` reads nonsense that shows, never freed memory.
+    """
+
+    __slots__ = ("_class", "_hidden_class", "_hollow", "param", "view")
+
+    def __init__(self, param: nn.Parameter, view: torch.Tensor) -> None:
+        self.param = param
+        self.view = view
+        kind = type(param).__mro__[1] if is_hidden(param) else type(param)
+        self._class, self._hidden_class = kind, _hidden_class(kind)
+        self._hollow = hollow(param.shape, view.dtype, view.device)
+
+    def show(self) -> None:
+        """The values are there: ``param`` becomes an ordinary parameter over them."""
+        self.param.__class__ = self._class
+        set_data(self.param, self.view)
+
+    def hide(self) -> None:
+        """The values are about to go: ``param`` answers for its metadata only."""
+        set_data(self.param, self._hollow)
+        self.param.__class__ = self._hidden_class
+
+
+def is_hidden(param: torch.Tensor) -> bool:
+    """Is ``param`` in the state in which it refuses to be read?"""
+    return type(param) in _HIDDEN_CLASS.values()
+
+
+def hollow(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """A tensor of ``shape`` that takes the memory of one element."""
+    if dtype.is_floating_point or dtype.is_complex:
+        poison: float = float("nan")
+    else:
+        poison = 1 if dtype is torch.bool else torch.iinfo(dtype).max
+    return torch.full((), poison, dtype=dtype, device=device).expand(shape)
+
+
+_set_data = torch.Tensor.data.__set__  # type: ignore[attr-defined]
+
+
+def set_data(param: nn.Parameter, data: torch.Tensor) -> None:
+    """``param.data = data`` whatever class ``param`` has, and from the meta device too; the object stays."""
+    if param.device.type == "meta" and data.device.type != "meta":
+        kept = dict(param.__dict__)
+        torch.utils.swap_tensors(param, nn.Parameter(data, requires_grad=param.requires_grad))
+        param.__dict__.update(kept)
+        return
+    with torch._C.DisableTorchFunctionSubclass():
+        _set_data(param, data)

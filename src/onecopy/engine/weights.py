@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from onecopy.comm.collectives import Pending
-from onecopy.engine.parameter import HOME, hidden_class, show
+from onecopy.engine.parameter import HOME, Face
 from onecopy.plan.layout import Slot
 from onecopy.schedule.lower import Buffer
 from onecopy.tiers.memory import DeviceMemory
@@ -49,7 +49,7 @@ class Weights:
         self.shard = memory.alloc("parameter", spec.layout.shard, dtype) if self.cut else own
         self.master: torch.Tensor | None = None
         self._versions = 0
-        self._classes: list[tuple[nn.Parameter, type, type]] = []
+        self._faces: list[Face] = []
         # The engine this buffer belongs to, set when it is complete; weak, so that engines can be collected.
         self.core: Callable[[], Any] | None = None
 
@@ -83,28 +83,44 @@ class Weights:
             self.master = self.memory.alloc("master", high - low, whole.dtype)
             self.master.copy_(whole[low:high])
         for slot, param in zip(layout.slots, self.params, strict=True):
-            earlier = param.__dict__.pop(HOME, None)
-            if earlier is not None and not earlier.present:
-                show(param)
-            param.data = self.full[slot.start : slot.stop].view(slot.param.shape)
             param.__dict__[HOME] = ParameterHome(self, slot, demand)
-        self._classes = [(param, type(param), hidden_class(type(param))) for param in self.params]
+        self._make_faces()
         self._versions = self._version_sum()
         if self.cut:
             self.shard.copy_(self.own())
             self.free()
+
+    def _make_faces(self) -> None:
+        slots = self.spec.layout.slots
+        views = [self.full[slot.start : slot.stop].view(slot.param.shape) for slot in slots]
+        self._faces = [Face(param, view) for param, view in zip(self.params, views, strict=True)]
+        for face in self._faces:
+            face.show()
 
     def notice_writes(self) -> None:
         """Parameters that rest whole can be written by anyone at any time: make the master weights follow.
 
         The engine writes through ``full``, which does not touch the parameters' own version counters.
         """
-        if self.master is None or self.cut:
+        if self.cut:
+            return
+        self._take_back()
+        if self.master is None:
             return
         versions = self._version_sum()
         if versions != self._versions:
             self._versions = versions
             for slot in self.spec.layout.slots:
+                self.follow(slot)
+
+    def _take_back(self) -> None:
+        """Parameters whose ``.data`` was exchanged for another tensor: its values count, its memory does not."""
+        base, size = self.full.data_ptr(), self.full.element_size()
+        for slot, param in zip(self.spec.layout.slots, self.params, strict=True):
+            if param.data_ptr() != base + slot.start * size:
+                view = self.full[slot.start : slot.stop].view(slot.param.shape)
+                view.copy_(param.data)
+                param.data = view
                 self.follow(slot)
 
     def _version_sum(self) -> int:
@@ -130,6 +146,22 @@ class Weights:
 
     # Gathering
 
+    def outlived(self) -> bool:
+        """The parameters are hidden: does anybody else hold a view of the full buffer that its memory is to leave?
+
+        If so the memory is left to them and the buffer starts anew without any. True when that was necessary.
+        """
+        storage = self.full.untyped_storage()
+        if torch._C._storage_Use_Count(storage._cdata) <= len(self._faces) + 2:  # the views, ``full``, ``storage``
+            return False
+        self.memory.count("gather buffer", -storage.nbytes())
+        self.full = torch.empty_like(self.full)
+        self._make_faces()
+        for face in self._faces:
+            face.hide()
+        self.full.untyped_storage().resize_(0)
+        return True
+
     def start_gather(self) -> None:
         """Give the full buffer memory and set the all-gather off."""
         assert self._gather is not None
@@ -141,8 +173,8 @@ class Weights:
         assert self.pending is not None
         self.pending.wait()
         self.pending = None
-        for param, shown, _ in self._classes:
-            param.__class__ = shown
+        for face in self._faces:
+            face.show()
         self.present = True
 
     def read(self, slot: Slot) -> torch.Tensor:
@@ -156,12 +188,16 @@ class Weights:
             self.free()
         return value
 
-    def free(self) -> None:
-        """Give the full buffer's memory back; the parameters keep their shapes and refuse to be read."""
-        for param, _, hidden in self._classes:
-            param.__class__ = hidden
+    def free(self, look: bool = False) -> None:
+        """Give the full buffer's memory back; the parameters keep their shapes and refuse to be read.
+
+        ``look``: first see whether a caller kept a view of it (autograd's saved tensors are such views too).
+        """
+        for face in self._faces:
+            face.hide()
         self.present = False
-        self.memory.vacate("gather buffer", self.full)
+        if not (look and self.outlived()):
+            self.memory.vacate("gather buffer", self.full)
 
     # After the optimizer, or after somebody else wrote
 

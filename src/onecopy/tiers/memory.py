@@ -5,29 +5,47 @@ from __future__ import annotations
 import ctypes
 import sys
 from collections import defaultdict
+from collections.abc import Callable
 
 import torch
 
-__all__ = ["DeviceMemory", "keep_freed_memory"]
+__all__ = ["DeviceMemory", "give_back_freed_memory", "keep_freed_memory"]
 
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3
 
 
-def keep_freed_memory() -> bool:
+def keep_freed_memory(keep: bool = True) -> bool:
     """Tell glibc to keep freed blocks of the process instead of handing them back to the system; False elsewhere.
+
+    ``keep=False``: hand them back at once, as construction wants it, whose buffers do not come again.
 
     Buffers are freed and filled again in every unit. By default glibc unmaps large ones and trims the heap, and each
     page that comes back is cleared by the kernel at its first touch: about 0.4 ms per MB, more than sending it costs.
     An accelerator's caching allocator does the same thing for device memory.
     """
-    if not sys.platform.startswith("linux"):
+    set_option = _libc("mallopt")
+    if set_option is None:
         return False
-    try:
-        set_option = ctypes.CDLL(None).mallopt
-    except AttributeError:  # a C library without it, such as musl
-        return False
-    options = ((_M_MMAP_THRESHOLD, 1 << 30), (_M_TRIM_THRESHOLD, (1 << 31) - 1), (_M_TOP_PAD, 64 << 20))
+    if keep:
+        options = ((_M_MMAP_THRESHOLD, 1 << 30), (_M_TRIM_THRESHOLD, (1 << 31) - 1), (_M_TOP_PAD, 64 << 20))
+    else:
+        options = ((_M_MMAP_THRESHOLD, 1 << 20), (_M_TRIM_THRESHOLD, 1 << 20), (_M_TOP_PAD, 1 << 17))
     return all(set_option(option, value) == 1 for option, value in options)
+
+
+def give_back_freed_memory() -> None:
+    """Hand freed heap pages back to the system, where glibc can: after construction, whose buffers do not come again."""
+    trim = _libc("malloc_trim")
+    if trim is not None:
+        trim(0)
+
+
+def _libc(name: str) -> Callable[..., int] | None:
+    """A function of the C library; None on systems and libraries without it (musl)."""
+    if not sys.platform.startswith("linux"):
+        return None
+    found: Callable[..., int] | None = getattr(ctypes.CDLL(None), name, None)
+    return found
 
 
 class DeviceMemory:
