@@ -51,7 +51,7 @@ def assert_like_oracle(runs: list[dict[str, Outcome]], expected: Outcome, tolera
             assert outcome.norms == runs[0][name].norms, f"{name}: ranks differ in a float every rank must share"
     for name in runs[0]:
         means = torch.tensor([run[name].losses for run in runs], dtype=torch.float64).mean(0)
-        assert means.tolist() == pytest.approx(expected.losses, abs=2e-6), name
+        assert means.tolist() == pytest.approx(expected.losses, rel=1e-6, abs=2e-6), name
 
 
 @pytest.mark.parametrize("optimizer", [SGD, ADAMW], ids=["sgd", "adamw"])
