@@ -34,7 +34,10 @@ def build(optimizer: Optimizer | Factory, model: nn.Module) -> Optimizer:
             f"optimizer is {type(optimizer).__name__}; give a torch Optimizer, or a function that takes the list of "
             "parameters and returns one"
         )
-    made = optimizer([param for param in model.parameters() if param.requires_grad])
+    try:
+        made = optimizer([param for param in model.parameters() if param.requires_grad])
+    except (TypeError, ValueError) as error:
+        raise PlanError(f"the optimizer cannot be made for this model's parameters: {error}") from error
     if not isinstance(made, Optimizer):
         raise PlanError(f"the optimizer function returned {type(made).__name__}, not a torch Optimizer")
     return made

@@ -219,7 +219,7 @@ def steady(rank: int, world: int, folder: str) -> dict[str, Any]:
         for step in range(300):
             engine(*models.batch("even", step % 10, 0, rank)).backward()
             engine.step()
-            if step % 15 == 14:
+            if step % 14 == 13:
                 with onecopy.gathered(engine.module):
                     pass
                 engine.save(f"{folder}/{name.replace(' ', '-')}", tag="only" if step < 150 else "other")

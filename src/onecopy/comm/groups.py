@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 from dataclasses import dataclass
 
@@ -36,6 +37,26 @@ def ensure_process_group(device: torch.device) -> None:
         dist.init_process_group("gloo")
     else:
         dist.init_process_group(dist.get_default_backend_for_device(device), device_id=device)
+    _started.append(dist.group.WORLD)
+
+
+# Default groups that were started here, not by the caller.
+_started: list[object] = []
+
+
+@atexit.register
+def _leave() -> None:
+    """Take down what was made here before the interpreter does: a group's threads must not outlive its owner."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return
+    for world, ranks in _FORMED.values():
+        if world is dist.group.WORLD:
+            for group in (ranks.gather, ranks.reduce, ranks.across):
+                if group is not None:
+                    dist.destroy_process_group(group)
+    _FORMED.clear()
+    if dist.group.WORLD in _started:
+        dist.destroy_process_group()
 
 
 def world_size() -> int:

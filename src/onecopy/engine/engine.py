@@ -52,6 +52,7 @@ class Engine(nn.Module):
         self.skipped_steps = 0
         self.micro_steps = 0
         self.grad_norm: float | None = None
+        self._closed = False
         self._forced_boundary: bool | None = None
         self._measured: dict[str, Any] = {}
         plan, world = core.plan, core.ranks.mesh.world
@@ -92,6 +93,8 @@ class Engine(nn.Module):
     # A step
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's forward."""
+        self._check_open()
         return self.module(*args, **kwargs)
 
     def backward(self, loss: torch.Tensor, **options: Any) -> torch.Tensor:
@@ -151,6 +154,7 @@ class Engine(nn.Module):
         Parameters that rest whole are ordinary ones from here on; sharded ones stay sharded.
         """
         core = self._core
+        self._closed = True
         core.hooks.remove()
         if core.stepper is not None:
             core.stepper.discard()
@@ -162,9 +166,14 @@ class Engine(nn.Module):
         """Does nothing: gradients are dropped by :meth:`step`, so one in the middle of a window loses nothing."""
 
     def _optimizer(self) -> Optimizer:
+        self._check_open()
         if self._core.optimizer is None:
             raise EngineError("this engine has no optimizer: it is for forward passes; pass optimizer= to initialize")
         return self._core.optimizer
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise EngineError("this engine is closed; make another with onecopy.initialize")
 
     def _check_order(self) -> None:
         if self._core.rounds.interrupted:
@@ -198,7 +207,9 @@ class Engine(nn.Module):
             stepper.discard()
         self._scaler.update(overflow=not verdict.finite)
         core.rounds.turns.learn(core.ranks)
-        self._measure(gradient)
+        self._measured = self._measure(gradient)
+        core.ledger.close_step()
+        core.memory.reset_peak()
         return verdict.finite
 
     # Whole values, and checkpoints
@@ -262,16 +273,15 @@ class Engine(nn.Module):
         return predict(self._core.schedule, self._core.ranks.piece)
 
     def measured(self) -> dict[str, Any]:
-        """The same of the last complete window, as it was. Empty before the first."""
-        return self._measured
+        """The same of the last complete window, as it was; before the first one, as it is now."""
+        return self._measured or self._measure(self._core.memory.live["gradient"])
 
-    def _measure(self, gradient: int) -> None:
+    def _measure(self, gradient: int) -> dict[str, Any]:
         memory, ledger = self._core.memory, self._core.ledger
         live = {kind: memory.live[kind] for kind in _RESIDENT} | {"gradient": gradient}
         peak = {"total": memory.peak_total, **{kind: size for kind, size in memory.peak.items() if size}}
-        ledger.close_step()
         groups = {"sum": "across", "vote": "world"}
-        self._measured = {
+        return {
             "resident": {"device": live},
             "peak": {"device": peak},
             "collectives": {
@@ -281,10 +291,9 @@ class Engine(nn.Module):
                     "bytes": sent.bytes,
                     "group": groups.get(kind, "within"),
                 }
-                for kind, sent in ledger.last.items()
+                for kind, sent in ledger.open.items()
             },
         }
-        memory.reset_peak()
 
 
 class _Boundary:

@@ -12,6 +12,11 @@ from onecopy.engine.weights import Weights
 __all__ = ["Gathering"]
 
 
+def _chain(order: list[UnitRun]) -> dict[UnitRun, UnitRun | None]:
+    """Who comes after whom; the last is followed by None."""
+    return dict(zip(order, [*order[1:], None], strict=True)) if order else {}
+
+
 class Gathering:
     """Decides when the ``gather`` and ``free`` ops of units run.
 
@@ -24,8 +29,9 @@ class Gathering:
         self._prefetch = prefetch
         self._units = [unit for unit in run.units if unit.weights and any(weights.cut for weights in unit.weights)]
         self._of = {id(weights): unit for unit in self._units for weights in unit.weights}
-        self._next: dict[bool, dict[UnitRun, UnitRun]] = {False: {}, True: {}}
+        self._next: dict[bool, dict[UnitRun, UnitRun | None]] = {False: {}, True: {}}
         self._trail: list[UnitRun] = []
+        self._forward: list[UnitRun] = []
         self._flying: set[UnitRun] = set()
         self._kept = False
         self.backward = False
@@ -52,13 +58,17 @@ class Gathering:
 
     def end(self) -> None:
         """The pass is over: whatever is still gathered goes, and the order it took is remembered."""
-        follow = {one: other for one, other in zip(self._trail, self._trail[1:], strict=False) if one is not other}
+        order = list(dict.fromkeys(self._trail))
         if not self.backward:
-            for unit in self._trail:
+            for unit in order:
                 unit.expected_uses = max(unit.uses, 1)
-            # Until a backward pass has shown its own order, the reverse of this one is the best guess.
-            self._next[True] = self._next[True] or {other: one for one, other in follow.items()}
-        self._next[self.backward] = follow
+            self._forward = order
+        # Until a backward pass has shown its own order, the reverse of the forward one is the best guess. Units that it
+        # did not read (a first layer's weight is not needed for its gradient) come last, so that the schedule's gather
+        # of them happens as planned.
+        shown = order if self.backward else list(self._next[True])
+        backward = [*shown, *(unit for unit in reversed(self._forward) if unit not in shown)]
+        self._next = {False: _chain(self._forward), True: _chain(backward)}
         self._trail = []
         for unit in self._units:
             unit.held = unit.held and not self.backward
@@ -107,8 +117,9 @@ class Gathering:
         self.backward = False
 
     def demand(self, weights: Weights) -> bool:
-        """A freed parameter is read in a forward pass outside its unit's modules: gather it now if a pass runs."""
-        if self.depth == 0:
+        """A freed parameter is read outside its unit's modules: gather it now if a pass runs (backward: a part of a
+        module is recomputed)."""
+        if self.depth == 0 and torch._C._current_graph_task_id() == -1:
             return False
         self.use(self._of[id(weights)])
         return True

@@ -8,7 +8,10 @@ whoever else uses a weight.
 
 from __future__ import annotations
 
+import sys
+import weakref
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -28,10 +31,12 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 
 
 def _quiet(function: _F) -> _F:
-    """Mark ``function`` as one that torch.compile is not to look into: it breaks the graph there and calls it as it is.
+    """Keep torch.compile from looking into ``function``: it breaks the graph there and calls it as it is.
 
-    The mark is what ``torch.compiler.disable`` sets; calling that would import the compiler for everybody.
+    Where nothing has imported the compiler yet (torch's optimizers do), the mark alone is set rather than doing so.
     """
+    if "torch._dynamo" in sys.modules:
+        return torch._dynamo.disable(function)  # type: ignore[no-any-return]
     function._torchdynamo_disable = True  # type: ignore[attr-defined]
     function._torchdynamo_disable_msg = "onecopy gathers and frees parameters here"  # type: ignore[attr-defined]
     return function
@@ -50,6 +55,7 @@ class Hooks:
         self.gradient_scale = 1.0
         self._scaled = False
         self._handles: list[Any] = []
+        self._targets: list[_Target] = []
         self._pushed: list[bool] = []
         self._attach_root(root)
         gathered = {weights.spec.unit for unit in run.units for weights in unit.weights if weights.cut}
@@ -87,6 +93,7 @@ class Hooks:
             if rounds.open:
                 rounds.abandon()
             gathering.begin(backward=False)
+            self._scaled = False
         gathering.depth += 1
         self._push()
         if self._cast is not None:
@@ -184,18 +191,21 @@ class Hooks:
     def _attach_gradients(self, unit: UnitRun, gradients: Gradients) -> None:
         params = next(weights.params for weights in unit.weights if weights.spec is gradients.spec)
         for at, param in enumerate(params):
+            target = _Target(self, unit, gradients, at)
+            self._targets.append(target)
+            # What a parameter's hook holds strongly is out of the garbage collector's sight: only a weak reference.
+            self._handles.append(param.register_post_accumulate_grad_hook(_Arrival(weakref.ref(target))))
 
-            def arrived(param: torch.Tensor, at: int = at) -> None:
-                gradient, param.grad = param.grad, None
-                assert gradient is not None
-                if self.scales and not self._scaled:
-                    raise EngineError(
-                        "a backward pass with loss scaling did not go through the model's outputs, so it is not "
-                        "scaled; return the tensors that the loss is computed from in a tuple, list or dict"
-                    )
-                self._rounds.arrive(unit, gradients, at, gradient, self.gradient_scale)
-
-            self._handles.append(param.register_post_accumulate_grad_hook(arrived))
+    def arrived(self, target: _Target, param: torch.Tensor) -> None:
+        """Autograd has written ``param.grad``: take it."""
+        gradient, param.grad = param.grad, None
+        assert gradient is not None
+        if self.scales and not self._scaled:
+            raise EngineError(
+                "a backward pass with loss scaling did not go through the model's outputs, so it is not scaled; return "
+                "the tensors that the loss is computed from in a tuple, list or dict"
+            )
+        self._rounds.arrive(target.unit, target.gradients, target.at, gradient, self.gradient_scale)
 
     # What autograd saves
 
@@ -223,6 +233,30 @@ class Hooks:
     @property
     def storages(self) -> dict[int, UnitRun]:
         return self._gathering.storages
+
+
+@dataclass(frozen=True, eq=False)
+class _Target:
+    """Where the gradient of one parameter goes."""
+
+    hooks: Hooks
+    unit: UnitRun
+    gradients: Gradients
+    at: int
+
+
+class _Arrival:
+    """The hook on one parameter."""
+
+    __slots__ = ("_target",)
+
+    def __init__(self, target: weakref.ref[_Target]) -> None:
+        self._target = target
+
+    def __call__(self, param: torch.Tensor) -> None:
+        target = self._target()
+        if target is not None:
+            target.hooks.arrived(target, param)
 
 
 class _Pack:

@@ -19,11 +19,10 @@ class Traffic:
 
 
 class Ledger:
-    """Traffic by kind of op since the step began, and that of the last complete step."""
+    """Traffic by kind of op since the step began."""
 
     def __init__(self) -> None:
         self.open: dict[str, Traffic] = {}
-        self.last: dict[str, Traffic] = {}
 
     def sent(self, kind: str, elements: int, dtype: torch.dtype) -> None:
         """One collective of ``kind`` sends ``elements`` of ``dtype`` from this rank."""
@@ -34,4 +33,4 @@ class Ledger:
 
     def close_step(self) -> None:
         """An optimizer step is complete."""
-        self.last, self.open = self.open, {}
+        self.open = {}

@@ -74,20 +74,20 @@ def find_units(model: nn.Module, policy: Units) -> list[UnitModules]:
     """
     units: list[UnitModules] = []
     home: dict[nn.Parameter, UnitModules] = {}
-    for name, module, is_block in _candidates(model, "", policy.blocks):
-        members = list((module if is_block else _Direct(module)).parameters())
+    for name, entry, members in _candidates(model, "", policy.blocks):
         fresh = [param for param in members if param not in home]
         for param in members:
-            if param in home and module not in home[param].entries:
-                home[param].entries.append(module)
+            if param in home and entry not in home[param].entries:
+                home[param].entries.append(entry)
         if not fresh:
             continue
-        unit = _unit_for(units, module is model, policy)
+        unit = _unit_for(units, entry is model, policy)
         if unit is None:
             unit = UnitModules(name or "root")
             units.append(unit)
         unit.params.extend(fresh)
-        unit.entries.append(module)
+        if entry not in unit.entries:
+            unit.entries.append(entry)
         home.update((param, unit) for param in fresh)
     _mark_spans(model, units)
     return units
@@ -113,34 +113,38 @@ def _unit_for(units: list[UnitModules], is_root: bool, policy: Units) -> UnitMod
     return units[-1] if units[-1].numel() < policy.min_numel else None
 
 
-class _Direct:
-    """The parameters a module owns itself, leaving its children's out."""
-
-    def __init__(self, module: nn.Module) -> None:
-        self._module = module
-
-    def parameters(self) -> Iterator[nn.Parameter]:
-        return self._module.parameters(recurse=False)
+Candidate = tuple[str, nn.Module, list[nn.Parameter]]
 
 
-def _candidates(module: nn.Module, name: str, blocks: tuple[str, ...] | None) -> Iterator[tuple[str, nn.Module, bool]]:
-    """``(name, module, is_block)`` depth first; nothing inside a block is listed again."""
-    if any(True for _ in module.parameters(recurse=False)):
-        yield name, module, False
-    repeated = blocks is None and _repeats(_unwrapped(module), name)
+def _candidates(module: nn.Module, name: str, blocks: tuple[str, ...] | None) -> Iterator[Candidate]:
+    """``(name, entry, parameters)`` depth first; nothing inside a block is listed again.
+
+    Experts belong to the module that routes to them: a rank may call none of them, but it calls that.
+    """
+    own = list(module.parameters(recurse=False))
+    if own:
+        yield name, module, own
     for key, child in module.named_children():
         path = bare_name(f"{name}.{key}")
-        named = blocks is not None and type(_unwrapped(child)).__name__ in blocks
-        if named or repeated:
-            if any(True for _ in child.parameters()):
-                yield path, child, True
+        if _are_experts(child, path):
+            yield path, module, list(child.parameters())
+        elif blocks is None and _repeats(_unwrapped(child)):
+            for index, block in child.named_children():
+                yield f"{path}.{index}", block, list(block.parameters())
+        elif blocks is not None and type(_unwrapped(child)).__name__ in blocks:
+            yield path, child, list(child.parameters())
         else:
             yield from _candidates(child, path, blocks)
 
 
-def _repeats(module: nn.Module, name: str) -> bool:
-    """Is ``module`` a list of blocks of one class? A list of experts is not: ranks may enter different ones."""
-    if not isinstance(module, nn.ModuleList) or len(module) < 2 or "expert" in name.lower():
+def _are_experts(module: nn.Module, name: str) -> bool:
+    container = isinstance(_unwrapped(module), nn.ModuleList | nn.ModuleDict)
+    return container and "expert" in name.rpartition(".")[2].lower()
+
+
+def _repeats(module: nn.Module) -> bool:
+    """Is ``module`` a list of blocks of one class?"""
+    if not isinstance(module, nn.ModuleList) or len(module) < 2:
         return False
     kinds = {type(_unwrapped(child)) for child in module}
     return len(kinds) == 1 and any(True for _ in module[0].parameters())
