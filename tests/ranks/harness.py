@@ -2,7 +2,7 @@
 
 Starting a process and importing torch costs seconds, so worker processes are forked from a server that has torch
 imported and are kept between calls: worker ``i`` is rank ``i`` of every task. Each task gets a process group of its
-own (a fresh prefix of one store) that is destroyed afterwards. A failure, a death or a timeout ends all workers;
+own (and a store of its own to meet in) that is destroyed afterwards. A failure, a death or a timeout ends all workers;
 the next task starts new ones. Workers end when their parent does, however it ends.
 """
 
@@ -42,12 +42,11 @@ class RankFailure(AssertionError):
 
 @dataclass(frozen=True)
 class Task:
-    """One call on one rank. ``port`` is the parent's store; ``serial`` is different for every call."""
+    """One call on one rank. ``port`` is that of the call's store, which the parent serves."""
 
     call: bytes  # pickled (fn, args, kwargs)
     rank: int
     world: int
-    serial: int
     port: int
     timeout: float
     init_group: bool
@@ -95,15 +94,13 @@ class Worker:
 
 
 class Workers:
-    """All worker processes of this test process, and the store their groups meet in."""
+    """All worker processes of this test process."""
 
     def __init__(self) -> None:
         os.environ.setdefault("OMP_NUM_THREADS", "1")
         multiprocessing.get_context("forkserver").set_forkserver_preload(PRELOAD)
         self.folder = tempfile.TemporaryDirectory(prefix="ranks-")
-        self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self.workers: list[Worker] = []
-        self.serial = 0
 
     def close(self) -> None:
         for worker in self.workers:
@@ -113,14 +110,15 @@ class Workers:
     def run(
         self, fn: Callable[..., Any], world: int, args: tuple[Any, ...], kwargs: Any, timeout: float, init_group: bool
     ) -> list[Any]:
-        self.serial += 1
+        # A store for each call: two groups that met in one store could take each other's addresses for their own.
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         call = pickle.dumps((fn, args, kwargs))
         if not all(worker.process.is_alive() for worker in self.workers):
             self.close()
         while len(self.workers) < world:
             self.workers.append(Worker(len(self.workers), Path(self.folder.name)))
         for rank, worker in enumerate(self.workers[:world]):
-            task = Task(call, rank, world, self.serial, self.store.port, timeout, init_group)
+            task = Task(call, rank, world, store.port, timeout, init_group)
             worker.pipe.send_bytes(pickle.dumps(task))
         results: dict[int, Any] = {}
         failures: dict[int, str] = {}
@@ -211,7 +209,7 @@ def _do(task: Task) -> Any:
     """Run one task inside a process group and a clean global state."""
     os.environ.update(
         RANK=str(task.rank), LOCAL_RANK=str(task.rank), WORLD_SIZE=str(task.world), LOCAL_WORLD_SIZE=str(task.world),
-        MASTER_PORT=str(task.port), TORCHELASTIC_USE_AGENT_STORE="True", TORCHELASTIC_RESTART_COUNT=f"{task.serial}",
+        MASTER_PORT=str(task.port), TORCHELASTIC_USE_AGENT_STORE="True",
     )  # fmt: skip
     torch.manual_seed(0)
     torch.set_default_dtype(torch.float32)
@@ -220,7 +218,7 @@ def _do(task: Task) -> Any:
     if task.init_group:
         store = dist.TCPStore("127.0.0.1", task.port, is_master=False)
         dist.init_process_group(
-            "gloo", store=dist.PrefixStore(f"task{task.serial}", store), rank=task.rank, world_size=task.world,
+            "gloo", store=store, rank=task.rank, world_size=task.world,
             timeout=timedelta(seconds=task.timeout + 60),
         )  # fmt: skip
     try:

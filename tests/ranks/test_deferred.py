@@ -328,7 +328,7 @@ def deferred_at(rank: int, world: int) -> None:
     local = live_bytes()
     engine = onecopy.initialize(model, onecopy.stage(3))
     assert local <= 8 * Wide.LAYER // world + 2 * Wide.LAYER, f"{local} bytes on rank {rank}"
-    assert torch.distributed.get_world_size() == world
+    assert world == 1 or torch.distributed.get_world_size() == world
     engine.close()
 
 

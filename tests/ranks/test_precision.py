@@ -299,11 +299,7 @@ def norm_run(rank: int, world: int, norm_type: float, shard: int | None) -> dict
     """Rank gradients [3, 0] and [0, 4] (repeated over four ranks), clip 1, lr 1."""
     out = {}
     options = {"clip": 1.0, "norm_type": norm_type}
-    plans = (
-        every_plan(**options)
-        if shard is None
-        else {n: onecopy.hsdp(shard=shard, number=n, **options) for n in range(4)}
-    )
+    plans = every_plan(**options) if shard is None else {n: onecopy.hsdp(shard=shard, number=n, **options) for n in range(4)}
     for name, plan in plans.items():
         engine = onecopy.initialize(Vector(), plan, optimizer=lambda params: torch.optim.SGD(params, lr=1.0))
         before = engine.grad_norm
@@ -315,9 +311,7 @@ def norm_run(rank: int, world: int, norm_type: float, shard: int | None) -> dict
 
 
 @pytest.mark.parametrize(("world", "shard"), [(2, None), (4, None), (4, 2), (4, 1)])
-@pytest.mark.parametrize(
-    ("norm_type", "norm"), [(2.0, 2.5), (1.0, 3.5), (3.0, (1.5**3 + 2**3) ** (1 / 3)), (math.inf, 2.0)]
-)
+@pytest.mark.parametrize(("norm_type", "norm"), [(2.0, 2.5), (1.0, 3.5), (3.0, (1.5**3 + 2**3) ** (1 / 3)), (math.inf, 2.0)])
 def test_the_global_norm(world: int, shard: int | None, norm_type: float, norm: float) -> None:
     """2.5, not 3.5 (norms averaged) or 5 (replicas counted twice); reported before clipping."""
     for run in run_ranks(norm_run, world, norm_type, shard):
