@@ -116,7 +116,11 @@ class Native:
 
 
 class Exchange:
-    """Pieces sent point to point over gloo. Tensors on an accelerator are staged through host memory."""
+    """Pieces sent point to point over gloo. Tensors on an accelerator are staged through host memory.
+
+    Sends are posted before receives: a send that finds its peer ready is written by the calling thread, which then holds
+    the connection's lock while gloo's own thread spins for it.
+    """
 
     staging = True
 
@@ -135,8 +139,8 @@ class Exchange:
             own.copy_(shard)
         if full.device.type != "cpu":
             return self._staged_gather(pieces, shard, tag)
-        works = [self._group.recv([pieces[peer]], peer, tag) for peer in self._peers]
-        works += [self._group.send([own], peer, tag) for peer in self._peers]
+        works = [self._group.send([own], peer, tag) for peer in self._peers]
+        works += [self._group.recv([pieces[peer]], peer, tag) for peer in self._peers]
         return Pending(works, keep=full)
 
     def reduce(self, full: torch.Tensor, out: torch.Tensor, message: Message, add: bool = False) -> Pending:
@@ -145,8 +149,8 @@ class Exchange:
         pieces = source.view(len(self._peers) + 1, -1)
         self._sent(message.kind, pieces.shape[1] * len(self._peers), full.dtype)
         arrived = torch.empty((len(self._peers), pieces.shape[1]), dtype=full.dtype)
-        works = [self._group.recv([arrived[at]], peer, tag) for at, peer in enumerate(self._peers)]
-        works += [self._group.send([pieces[peer]], peer, tag) for peer in self._peers]
+        works = [self._group.send([pieces[peer]], peer, tag) for peer in self._peers]
+        works += [self._group.recv([arrived[at]], peer, tag) for at, peer in enumerate(self._peers)]
 
         def finish() -> None:
             terms = [arrived[at] for at in range(len(self._peers))]
@@ -161,8 +165,8 @@ class Exchange:
     def _staged_gather(self, pieces: torch.Tensor, shard: torch.Tensor, tag: int) -> Pending:
         sent = shard.cpu()
         arrived = {peer: torch.empty(shard.shape, dtype=shard.dtype) for peer in self._peers}
-        works = [self._group.recv([arrived[peer]], peer, tag) for peer in self._peers]
-        works += [self._group.send([sent], peer, tag) for peer in self._peers]
+        works = [self._group.send([sent], peer, tag) for peer in self._peers]
+        works += [self._group.recv([arrived[peer]], peer, tag) for peer in self._peers]
 
         def finish() -> None:
             for peer, piece in arrived.items():
