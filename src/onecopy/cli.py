@@ -28,14 +28,10 @@ app = typer.Typer(
     help="ZeRO training for PyTorch: every training state kept once across the ranks.",
 )
 
-Json = Annotated[
-    bool, typer.Option("--json", help="Print one JSON object on stdout at the end; the rest goes to stderr.")
-]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout at the end; the rest goes to stderr.")]
 Ranks = Annotated[
     int | None,
-    typer.Option(
-        "--nproc", "--num_gpus", "--num-gpus", help="Ranks on this machine (default: one per accelerator, else 2)"
-    ),
+    typer.Option("--nproc", "--num_gpus", "--num-gpus", help="Ranks on this machine (default: one per accelerator, else 2)"),
 ]
 
 
@@ -67,9 +63,7 @@ def train(
     seed: Annotated[int, typer.Option(help="Of the weights and of the order of the data.")] = 0,
     config: Annotated[str | None, typer.Option(help="DeepSpeed JSON; excludes the options it decides.")] = None,
     stage: Annotated[int | None, typer.Option(help="ZeRO stage, 0 to 3 (default: 2)")] = None,
-    dtype: Annotated[
-        str | None, typer.Option(help="fp32, bf16 or fp16 (default: bf16 on an accelerator, else fp32)")
-    ] = None,
+    dtype: Annotated[str | None, typer.Option(help="fp32, bf16 or fp16 (default: bf16 on an accelerator, else fp32)")] = None,
     batch_size: Annotated[int | None, typer.Option(help="Rows of one micro-batch on one rank (default: 16)")] = None,
     accumulation: Annotated[int | None, typer.Option(help="Micro-batches per optimizer step (default: 1)")] = None,
     lr: Annotated[float | None, typer.Option(help="Highest learning rate of AdamW (default: by the width)")] = None,

@@ -81,9 +81,7 @@ class Method:
         }
         for option, (value, key) in said.items():
             if value is not None:
-                raise ConfigError(
-                    f"{option} {value} beside --config {self.config}: the file decides by {key}; drop one"
-                )
+                raise ConfigError(f"{option} {value} beside --config {self.config}: the file decides by {key}; drop one")
         return plan
 
 
@@ -278,9 +276,7 @@ class Trainer:
     def save(self) -> Path:
         """Write a checkpoint, then remove all but the newest. Collective."""
         folder = _checkpoints(self.settings)
-        path = self.engine.save(
-            folder, tag=f"step{self.engine.global_steps:08d}", client_state={"consumed": self.consumed}
-        )
+        path = self.engine.save(folder, tag=f"step{self.engine.global_steps:08d}", client_state={"consumed": self.consumed})
         if self.rank == 0:
             for old in sorted(folder.glob("step*"))[: -self.settings.run.keep]:
                 shutil.rmtree(old)
@@ -295,9 +291,7 @@ class Trainer:
             complete = [tag for tag in there if tag in complete_tags(folder)]
             tag = complete[-1] if complete else there[-1]
             if tag != there[-1]:
-                self.console.print(
-                    f"note: {folder / there[-1]} is not complete; {tag} is", highlight=False, soft_wrap=True
-                )
+                self.console.print(f"note: {folder / there[-1]} is not complete; {tag} is", highlight=False, soft_wrap=True)
             self.consumed = self.engine.load(folder, tag=tag)["consumed"]
             self.resumed_from = self.engine.global_steps
             self.console.print(
@@ -365,9 +359,7 @@ class Trainer:
     def _show(self, display: RunDisplay, step: int, loss: float, seconds: float) -> None:
         speed = self.rows_per_step * self.shape.context / seconds
         display.update(step, loss, speed, memory_in_use(self.engine.device))
-        self._log(
-            step=step, loss=loss, lr=self.engine.lr()[0], grad_norm=self.engine.grad_norm, tokens_per_second=speed
-        )
+        self._log(step=step, loss=loss, lr=self.engine.lr()[0], grad_norm=self.engine.grad_norm, tokens_per_second=speed)
 
     def _log(self, **values: Any) -> None:
         if self.rank == 0:
