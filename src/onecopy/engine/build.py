@@ -305,8 +305,13 @@ def _adopt_rest(
         if not param.numel():
             cast = dtype if dtype is not None and param.is_floating_point() else param.dtype
             set_data(param, torch.empty(param.shape, dtype=cast, device=device))
+    made: dict[int, torch.Tensor] = {}
+    kept: list[torch.Tensor] = []
     for module in model.modules():
-        for name, buffer in module.named_buffers(recurse=False):
+        for name, buffer in list(module.named_buffers(recurse=False)):
+            if id(buffer) in made:  # two modules share it, and go on to
+                module._buffers[name] = made[id(buffer)]
+                continue
             cast = dtype if dtype is not None and buffer.is_floating_point() else buffer.dtype
             moved = torch.empty_like(buffer, device=device, dtype=cast) if buffer.device.type == "meta" else None
             moved = buffer.to(device=device, dtype=cast) if moved is None else moved
@@ -314,4 +319,5 @@ def _adopt_rest(
                 flat = moved.contiguous().reshape(-1)
                 dist.broadcast(flat.view(torch.uint8), 0)
                 moved = flat.view(moved.shape)
-            module._buffers[name] = moved
+            made[id(buffer)] = module._buffers[name] = moved
+            kept.append(buffer)  # alive, so that its id stays its own

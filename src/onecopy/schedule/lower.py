@@ -153,6 +153,8 @@ def _lower_parameter(buffer: Buffer, events: dict[Event, list[Op]]) -> None:
 def _lower_gradient(buffer: Buffer, plan: Plan, events: dict[Event, list[Op]]) -> None:
     rest, mesh = buffer.row.gradient.rest, buffer.mesh
     whole, codec = buffer.layout.padded, buffer.reduce_codec
+    # What sums are kept in once they are reduced: micro-batches add up in the accumulation codec.
+    held = codec if plan.batch.accumulation == 1 else buffer.accumulate_codec
     alone = plan.batch.accumulation == 1 or buffer.cut(rest)
     # A whole gradient that several micro-batches add to is held in the accumulation codec, one that is reduced at
     # once in the codec it is sent in.
@@ -170,10 +172,10 @@ def _lower_gradient(buffer: Buffer, plan: Plan, events: dict[Event, list[Op]]) -
     if mesh.across > 1:
         piece = buffer.layout.shard
         sent = 2 * piece * (mesh.across - 1) // mesh.across
-        _before_free(events, "boundary", Op("sum", "gradient", buffer.name, piece, codec, sent, "across"))
+        _before_free(events, "boundary", Op("sum", "gradient", buffer.name, piece, held, sent, "across"))
     if mesh.within > 1 and not buffer.cut(buffer.row.optimizer):
         # Every rank steps the whole: the reduced pieces are spread (reduce-scatter + all-gather = all-reduce).
-        _before_free(events, "boundary", Op("spread", "gradient", buffer.name, whole, codec, _peers(buffer, whole), "within"))
+        _before_free(events, "boundary", Op("spread", "gradient", buffer.name, whole, held, _peers(buffer, whole), "within"))
 
 
 def _before_free(events: dict[Event, list[Op]], event: Event, op: Op) -> None:
