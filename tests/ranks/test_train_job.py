@@ -94,6 +94,13 @@ def test_without_json_the_report_is_a_table_on_stdout(tmp_path: Path) -> None:
     assert "measured" in done.stdout and "as predicted on every rank" in done.stdout
     assert "validation loss" in done.stdout.splitlines()[-1]
 
+    # What the ranks refuse is one line too: here the only checkpoint has lost its end.
+    for path in (tmp_path / "run" / "checkpoints" / "step00000003").glob("*.safetensors"):
+        path.write_bytes(path.read_bytes()[:-8])
+    refused = onecopy("train", *SMALL, *options[:-4], "--steps", "6", "--out", "run", cwd=tmp_path, code=2)
+    assert "Traceback" not in refused.stderr
+    assert refused.stderr.splitlines()[-1].startswith("error: ") and "is damaged" in refused.stderr
+
 
 @pytest.mark.parametrize("example", ["minimal.py", "deferred.py"])
 def test_examples_run(example: str, tmp_path: Path) -> None:

@@ -19,8 +19,8 @@ _LINES = 20  # without a terminal: about this many lines for the whole run
 
 def memory_in_use(device: torch.device) -> int:
     """Bytes in use now: allocated on ``device`` by this process, or on the CPU this process's resident set."""
-    if device.type == "cuda":
-        return torch.cuda.memory_allocated(device)
+    if device.type != "cpu":
+        return int(torch.get_device_module(device).memory_allocated(device))
     return int(psutil.Process().memory_info().rss)
 
 
