@@ -56,6 +56,8 @@ def _sibling(optimizer: Optimizer, params: list[torch.Tensor]) -> Optimizer | No
         return type(optimizer)(params, **keywords)
     except TypeError:
         return None
+    except ValueError as error:
+        raise _not_elementwise(optimizer, f"it does not take flat pieces of tensors: {error}") from error
 
 
 def _grads(shapes: Iterable[torch.Tensor], step: int) -> list[torch.Tensor]:

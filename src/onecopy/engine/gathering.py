@@ -33,6 +33,7 @@ class Gathering:
         self._trail: list[UnitRun] = []
         self._forward: list[UnitRun] = []
         self._flying: set[UnitRun] = set()
+        self._gathered: set[UnitRun] = set()
         self._kept = False
         self.backward = False
         self.depth = 0
@@ -52,6 +53,7 @@ class Gathering:
         """A forward or backward pass starts."""
         self.backward = backward
         self._trail = []
+        self._gathered.clear()
         if not backward:
             for unit in self._units:
                 unit.uses = 0
@@ -89,7 +91,7 @@ class Gathering:
             if following is None:
                 break
             coming = following
-            if not coming.present and coming not in self._flying:
+            if not coming.present and coming not in self._gathered:
                 self._start(coming)
         self._land(unit)
 
@@ -100,6 +102,16 @@ class Gathering:
         unit.uses += 1
         if unit.uses >= unit.expected_uses and not keep:
             self._give_back(unit, "post_forward")
+
+    def meet(self, unit: UnitRun) -> None:
+        """``unit`` is done in this backward pass: if this rank never read it, take part in the gather all the same.
+
+        The others may have read it (ranks that route to different experts), and wait.
+        """
+        if unit in self._gathered or unit.present or not self._run.ops(unit, "pre_backward", "gather"):
+            return
+        self._start(unit)
+        self.release(unit)
 
     def release(self, unit: UnitRun) -> None:
         """``unit`` is not needed any more in this pass."""
@@ -132,6 +144,7 @@ class Gathering:
 
     def _start(self, unit: UnitRun) -> None:
         self._flying.add(unit)
+        self._gathered.add(unit)
         for weights in unit.weights:
             if weights.cut and not weights.present:
                 weights.start_gather()

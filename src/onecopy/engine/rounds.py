@@ -159,12 +159,15 @@ class Rounds:
         owed = self.closed == 0 or (self.boundary() and any(g.total is None for u in self.turns.order for g in u.gradients))
         if not owed:
             return
+        if self.closed == 0:
+            self._gathering.begin(backward=True)
         before, self.sync = self.sync, True
         for unit in self.turns.order:
             self._issue(unit)
         while self._flying:
             self._finish()
         self.sync = before
+        self._gathering.backward = False
 
     def abandon(self) -> None:
         """An exception ended the last backward pass: forget how far it was."""
@@ -203,6 +206,7 @@ class Rounds:
     def _issue(self, unit: UnitRun) -> None:
         """Start the reductions of ``unit``; or, between boundaries of a plan that keeps gradients whole, nothing."""
         unit.issued = True
+        self._gathering.meet(unit)
         event = self.event
         sends = [gradients for gradients in unit.gradients if self.reduces(gradients)]
         if not sends:
