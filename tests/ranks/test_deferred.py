@@ -195,14 +195,17 @@ def test_meta_models() -> None:
     run_ranks(meta_run, 2)
 
 
+LAYERS = 16
+
+
 class Wide(nn.Module):
-    """32 MB in eight equal layers."""
+    """64 MB in sixteen equal layers."""
 
     LAYER = 1024 * 1024 * 4
 
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(nn.Linear(1024, 1024, bias=False) for _ in range(8))
+        self.blocks = nn.ModuleList(nn.Linear(1024, 1024, bias=False) for _ in range(LAYERS))
 
     def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks:
@@ -228,7 +231,10 @@ def clear_high_water() -> bool:
 
 def memory_run(rank: int, world: int, how: str) -> tuple[int, int, int]:
     """Live bytes after construction and after initialize, and how far resident memory rose."""
-    torch.randn(2**20).sum()  # the allocator's own start
+    for place in ("cpu", "meta"):  # first uses import things, which would be counted as the model's
+        with torch.device(place), onecopy.deferred():
+            small = nn.Linear(4, 4)
+        onecopy.initialize(small, onecopy.stage(3)).close()
     gc.collect()
     start, usable = live_bytes(), clear_high_water()
     resident = high_water()
@@ -250,15 +256,15 @@ def memory_run(rank: int, world: int, how: str) -> tuple[int, int, int]:
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="needs /proc")
 def test_construction_takes_a_ranks_share() -> None:
-    whole = 8 * Wide.LAYER
+    whole = LAYERS * Wide.LAYER
     for built, ready, risen in run_ranks(memory_run, 2, "deferred"):
         assert built <= whole // 2 + Wide.LAYER
         assert ready <= whole // 2 + Wide.LAYER
-        assert risen <= whole // 2 + 2 * Wide.LAYER, f"resident memory rose by {risen / Wide.LAYER:.1f} layers"
+        assert risen <= whole // 2 + 5 * Wide.LAYER, f"resident memory rose by {risen / Wide.LAYER:.1f} layers"
     for built, ready, risen in run_ranks(memory_run, 2, "meta"):
         assert built <= 4096
         assert ready <= whole // 2 + Wide.LAYER
-        assert risen <= whole // 2 + 2 * Wide.LAYER, f"resident memory rose by {risen / Wide.LAYER:.1f} layers"
+        assert risen <= whole // 2 + 5 * Wide.LAYER, f"resident memory rose by {risen / Wide.LAYER:.1f} layers"
     assert run_ranks(memory_run, 2, "whole")[0][0] >= whole, "the measure sees a whole model"
     assert all(ready <= whole // 2 + 4096 for _, ready, _ in run_ranks(memory_run, 2, "whole"))
 
@@ -327,7 +333,7 @@ def deferred_at(rank: int, world: int) -> None:
         model = Wide()
     local = live_bytes()
     engine = onecopy.initialize(model, onecopy.stage(3))
-    assert local <= 8 * Wide.LAYER // world + 2 * Wide.LAYER, f"{local} bytes on rank {rank}"
+    assert local <= LAYERS * Wide.LAYER // world + 2 * Wide.LAYER, f"{local} bytes on rank {rank}"
     assert world == 1 or torch.distributed.get_world_size() == world
     engine.close()
 

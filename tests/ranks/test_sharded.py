@@ -63,11 +63,6 @@ READS: dict[str, Callable[[Tensor], Any]] = {
     "allclose": lambda p: torch.allclose(p, p),
     "eq": lambda p: p == 0,
     "bool": lambda p: bool((p > 0).all()),
-    "print": lambda p: print(p),
-    "str": lambda p: str(p),
-    "repr": lambda p: repr(p),
-    "format": lambda p: f"{p}",
-    "str of data": lambda p: str(p.data),
     "numpy": lambda p: p.detach().numpy(),
     "numpy of data": lambda p: p.data.numpy(),
     "asarray": lambda p: np.asarray(p.detach()),
@@ -97,9 +92,7 @@ READS: dict[str, Callable[[Tensor], Any]] = {
     "torch.save of a dict": lambda p: dumped({"weight": p}),
     "pickle": lambda p: pickle.dumps(p),
     "data_ptr read": lambda p: torch.frombuffer(p.data.numpy(), dtype=torch.float32),
-    "func grad": lambda p: torch.func.grad(lambda q: q.sum())(p),
     "isnan": lambda p: torch.isnan(p).any(),
-    "mul_": lambda p: p.data.mul_(2),
     "add_ of itself": lambda p: p.data.add_(p.data),
 }
 
@@ -147,6 +140,21 @@ def test_every_read_names_the_parameter_and_the_cure() -> None:
     assert not wrong, wrong
 
 
+def shown(rank: int, world: int) -> list[str]:
+    model, engine = net_engine()
+    texts = [str(model.lin.weight), repr(model.lin.weight.data), f"{model.scale}", str([model.lin.bias])]
+    engine.close()
+    return texts
+
+
+def test_printing_says_what_it_is() -> None:
+    """A debugger or a log line must not end the run: text shows the name and that it is sharded, and no values."""
+    for text, name in zip(run_ranks(shown, 2)[0], ("lin.weight", "lin.weight", "scale", "lin.bias"), strict=True):
+        assert name in text
+        assert "sharded" in text
+        assert "tensor(" not in text
+
+
 def test_metadata_is_the_whole_parameters() -> None:
     said = run_ranks(tell_truth, 2)
     assert said == [{k: str(f(Net().lin.weight)) for k, f in TRUTHS.items()}] * 2
@@ -160,6 +168,29 @@ def tell_truth(rank: int, world: int) -> dict[str, str]:
     assert str(model) == str(Net())
     engine.close()
     return said
+
+
+def transformed(rank: int, world: int) -> list[str]:
+    """Function transforms unwrap their inputs: an error, or NaN, never a number."""
+    model, engine = net_engine()
+    said = []
+    for transform in (
+        lambda p: torch.func.grad(lambda q: (q * q).sum())(p),
+        lambda p: torch.func.vmap(lambda row: row * 2)(p),
+        lambda p: torch.func.functional_call(nn.Linear(7, 5, bias=False), {"weight": p}, (torch.ones(1, 7),)),
+        lambda p: torch.func.jvp(lambda q: q * 2, (p.detach(),), (torch.ones(5, 7),))[0],
+    ):
+        try:
+            value = transform(model.lin.weight)
+            said.append("NaN" if bool(torch.isnan(value.detach()).all()) else f"number {value}")
+        except Exception as error:
+            said.append(f"error {type(error).__name__}")
+    engine.close()
+    return said
+
+
+def test_function_transforms_give_no_numbers() -> None:
+    assert not [text for text in run_ranks(transformed, 2)[0] if text.startswith("number")]
 
 
 def scalar_reads(rank: int, world: int) -> list[str]:
