@@ -189,6 +189,11 @@ class Engine(nn.Module):
         for unit in core.run.units:
             for weights in unit.weights:
                 weights.notice_writes()
+                if thawed := weights.unfrozen():
+                    raise EngineError(
+                        f"parameter {thawed[0]!r} was frozen when the engine was made and requires gradients now; close "
+                        "the engine and initialize again to train it"
+                    )
         gradient = core.memory.live["gradient"]
         verdict = stepper.agree(self._scaler.scale)
         if verdict.empty:

@@ -22,6 +22,7 @@ from onecopy.engine.gathering import Gathering
 from onecopy.engine.gradients import Gradients
 from onecopy.engine.rounds import Rounds
 from onecopy.engine.run import Run, UnitRun
+from onecopy.engine.weights import Weights
 from onecopy.errors import EngineError
 
 __all__ = ["Hooks"]
@@ -64,6 +65,9 @@ class Hooks:
                 self._attach_unit(unit)
             for gradients in unit.gradients:
                 self._attach_gradients(unit, gradients)
+            for weights in unit.weights:
+                if not weights.spec.trainable:
+                    self._refuse_gradients(weights)
         rounds.watch = self._watch
 
     def remove(self) -> None:
@@ -195,6 +199,20 @@ class Hooks:
             self._targets.append(target)
             # What a parameter's hook holds strongly is out of the garbage collector's sight: only a weak reference.
             self._handles.append(param.register_post_accumulate_grad_hook(_Arrival(weakref.ref(target))))
+
+    def _refuse_gradients(self, weights: Weights) -> None:
+        """Parameters that would get gradients in an engine without an optimizer: nobody would reduce or use them."""
+
+        def refuse(param: torch.Tensor) -> None:
+            param.grad = None
+            raise EngineError(
+                "backward reached parameters of an engine without an optimizer; pass optimizer= to onecopy.initialize, "
+                "or run this model under torch.no_grad()"
+            )
+
+        for param in weights.params:
+            if param.requires_grad:
+                self._handles.append(param.register_post_accumulate_grad_hook(refuse))
 
     def arrived(self, target: _Target, param: torch.Tensor) -> None:
         """Autograd has written ``param.grad``: take it."""

@@ -113,6 +113,14 @@ class Weights:
             for slot in self.spec.layout.slots:
                 self.follow(slot)
 
+    def unfrozen(self) -> list[str]:
+        """Names of parameters that were frozen when the engine was made and require gradients now."""
+        if self.spec.trainable:
+            return []
+        with torch._C.DisableTorchFunctionSubclass():
+            pairs = zip(self.spec.layout.slots, self.params, strict=True)
+            return [slot.param.name for slot, param in pairs if param.requires_grad]
+
     def _take_back(self) -> None:
         """Parameters whose ``.data`` was exchanged for another tensor: its values count, its memory does not."""
         base, size = self.full.data_ptr(), self.full.element_size()
