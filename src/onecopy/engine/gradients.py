@@ -46,7 +46,7 @@ class Gradients:
     @property
     def cut(self) -> bool:
         """Is this rank left with a shard between micro-batches?"""
-        return self.spec.cut(self.spec.row.gradient.rest)
+        return self.spec.gradient_cut
 
     @property
     def wire(self) -> torch.dtype:

@@ -48,13 +48,13 @@ class Hooks:
 
     def __init__(self, root: nn.Module, run: Run, gathering: Gathering, rounds: Rounds, cast: torch.dtype | None) -> None:
         self._gathering = gathering
-        self._rounds = rounds
+        self.rounds = rounds
         self._cast = cast
         # Multiplies the gradients that enter the model at its outputs: the loss scale.
         self.output_scale: Callable[[], float] = lambda: 1.0
         self.scales = False
         self.gradient_scale = 1.0
-        self._scaled = False
+        self.scaled = False
         self._handles: list[Any] = []
         self._targets: list[_Target] = []
         self._pushed: list[bool] = []
@@ -91,13 +91,13 @@ class Hooks:
         self._handles.append(root.register_forward_hook(leave, always_call=True))
 
     def _enter_root(self, args: Any, kwargs: Any) -> Any:
-        gathering, rounds = self._gathering, self._rounds
+        gathering, rounds = self._gathering, self.rounds
         recomputing = torch._C._current_graph_task_id() != -1
         if gathering.depth == 0 and not recomputing:
             if rounds.open:
                 rounds.abandon()
             gathering.begin(backward=False)
-            self._scaled = False
+            self.scaled = False
         gathering.depth += 1
         self._push()
         if self._cast is not None:
@@ -127,7 +127,7 @@ class Hooks:
         return output
 
     def _backward_begins(self, gradient: torch.Tensor) -> None:
-        self._rounds.begin()
+        self.rounds.begin()
 
     def _scaled_output(self, output: torch.Tensor) -> torch.Tensor:
         """A view of ``output`` whose gradient is multiplied by the loss scale on its way in.
@@ -139,8 +139,8 @@ class Hooks:
         view = output.view_as(output)
 
         def scale(gradient: torch.Tensor) -> torch.Tensor:
-            self._rounds.begin()
-            self._scaled = True
+            self.rounds.begin()
+            self.scaled = True
             return gradient * self.output_scale()
 
         view.register_hook(scale)
@@ -175,8 +175,8 @@ class Hooks:
         def reached(gradient: torch.Tensor) -> None:
             unit.watched -= 1
             if unit.watched == 0:
-                self._rounds.begin()
-                self._rounds.ready(unit)
+                self.rounds.begin()
+                self.rounds.ready(unit)
 
         @_quiet
         def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -213,17 +213,6 @@ class Hooks:
         for param in weights.params:
             if param.requires_grad:
                 self._handles.append(param.register_post_accumulate_grad_hook(refuse))
-
-    def arrived(self, target: _Target, param: torch.Tensor) -> None:
-        """Autograd has written ``param.grad``: take it."""
-        gradient, param.grad = param.grad, None
-        assert gradient is not None
-        if self.scales and not self._scaled:
-            raise EngineError(
-                "a backward pass with loss scaling did not go through the model's outputs, so it is not scaled; return "
-                "the tensors that the loss is computed from in a tuple, list or dict"
-            )
-        self._rounds.arrive(target.unit, target.gradients, target.at, gradient, self.gradient_scale)
 
     # What autograd saves
 
@@ -272,9 +261,19 @@ class _Arrival:
         self._target = target
 
     def __call__(self, param: torch.Tensor) -> None:
+        """Autograd has written ``param.grad``: take it."""
         target = self._target()
-        if target is not None:
-            target.hooks.arrived(target, param)
+        if target is None:
+            return
+        gradient, param.grad = param.grad, None
+        assert gradient is not None
+        hooks = target.hooks
+        if hooks.scales and not hooks.scaled:
+            raise EngineError(
+                "a backward pass with loss scaling did not go through the model's outputs, so it is not scaled; return "
+                "the tensors that the loss is computed from in a tuple, list or dict"
+            )
+        hooks.rounds.arrive(target.unit, target.gradients, target.at, gradient, hooks.gradient_scale)
 
 
 class _Pack:

@@ -305,24 +305,24 @@ class Face:
     ``__torch_function__`` reads nonsense that shows, never freed memory.
     """
 
-    __slots__ = ("_class", "_hidden_class", "_hollow", "param", "view")
+    __slots__ = ("hidden_class", "hollow", "param", "shown_class", "view")
 
     def __init__(self, param: nn.Parameter, view: torch.Tensor) -> None:
         self.param = param
         self.view = view
         kind = type(param).__mro__[1] if is_hidden(param) else type(param)
-        self._class, self._hidden_class = kind, _hidden_class(kind)
-        self._hollow = hollow(param.shape, view.dtype, view.device)
+        self.shown_class, self.hidden_class = kind, _hidden_class(kind)
+        self.hollow = hollow(param.shape, view.dtype, view.device)
 
     def show(self) -> None:
         """The values are there: ``param`` becomes an ordinary parameter over them."""
-        self.param.__class__ = self._class
+        self.param.__class__ = self.shown_class
         set_data(self.param, self.view)
 
     def hide(self) -> None:
         """The values are about to go: ``param`` answers for its metadata only."""
-        set_data(self.param, self._hollow)
-        self.param.__class__ = self._hidden_class
+        set_data(self.param, self.hollow)
+        self.param.__class__ = self.hidden_class
 
 
 def is_hidden(param: torch.Tensor) -> bool:

@@ -21,6 +21,9 @@ from onecopy.schedule.ops import Event, Op
 __all__ = ["Run", "UnitRun"]
 
 
+_NOTHING: list[Op] = []
+
+
 @dataclass(eq=False)
 class UnitRun:
     """One unit at work: its modules, its buffers, and how far it is in the pass that is running."""
@@ -63,11 +66,15 @@ class Run:
         self._across = across
         self._weights = {weights.spec.name: weights for unit in units for weights in unit.weights}
         self._gradients = {gradients.spec.name: gradients for unit in units for gradients in unit.gradients}
+        self._ops: dict[tuple[str, Event, str], list[Op]] = {}
+        for (name, event), listed in schedule.ops.items():
+            for op in listed:
+                self._ops.setdefault((name, event, op.kind), []).append(op)
         self.accumulates = schedule.plan.batch.accumulation > 1
 
     def ops(self, unit: UnitRun, event: Event, kind: str) -> list[Op]:
         """The ops of ``kind`` that the schedule gives ``unit`` at ``event``."""
-        return [op for op in self.schedule.at(unit.name, event) if op.kind == kind]
+        return self._ops.get((unit.name, event, kind), _NOTHING)
 
     def start(self, ops: Iterable[Op]) -> None:
         """Set ``ops`` off, in order."""

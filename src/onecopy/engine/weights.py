@@ -56,7 +56,7 @@ class Weights:
     @property
     def cut(self) -> bool:
         """Is this rank left with a shard between uses?"""
-        return self.spec.cut(self.spec.row.parameter.rest)
+        return self.spec.parameter_cut
 
     def adopt(
         self,
@@ -181,8 +181,9 @@ class Weights:
         assert self.pending is not None
         self.pending.wait()
         self.pending = None
-        for face in self._faces:
-            face.show()
+        for face in self._faces:  # Face.show, without a call for each
+            face.param.__class__ = face.shown_class
+            face.param.data = face.view
         self.present = True
 
     def read(self, slot: Slot) -> torch.Tensor:
@@ -201,8 +202,9 @@ class Weights:
 
         ``look``: first see whether a caller kept a view of it (autograd's saved tensors are such views too).
         """
-        for face in self._faces:
-            face.hide()
+        for face in self._faces:  # Face.hide, without a call for each
+            face.param.data = face.hollow
+            face.param.__class__ = face.hidden_class
         self.present = False
         if not (look and self.outlived()):
             self.memory.vacate("gather buffer", self.full)

@@ -55,6 +55,17 @@ class Buffer:
         """Does ``layout`` leave this rank with less than the whole on this mesh?"""
         return self.mesh.size(layout.shards) > 1
 
+    # Asked for every unit in every pass, so kept.
+    @cached_property
+    def parameter_cut(self) -> bool:
+        """Does this rank keep less than the whole parameter between uses?"""
+        return self.cut(self.row.parameter.rest)
+
+    @cached_property
+    def gradient_cut(self) -> bool:
+        """Does this rank keep less than the whole gradient between micro-batches?"""
+        return self.cut(self.row.gradient.rest)
+
     @cached_property
     def master(self) -> str | None:
         """Codec of the master weights; None when the parameter is precise enough to be its own."""
