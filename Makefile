@@ -3,8 +3,8 @@
 PYTHON ?= python3
 VENV ?= .venv
 # A pinned torch: a bare `torch` takes the newest build, which on Linux pulls several GB of CUDA libraries even where
-# there is no GPU. `==2.13.0` also matches the CPU build (2.13.0+cpu) where an index offers it. To ask for it by name:
-#   make TORCH="torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu"
+# there is no GPU. `==2.13.0` also matches the CPU build (2.13.0+cpu) where an index offers it; to name an index, pass
+# TORCH="torch==2.13.0 --index-url URL".
 TORCH ?= torch==2.13.0
 WORKERS ?= 2
 ARGS ?=
