@@ -32,7 +32,7 @@ from onecopy.report.measure import compare_table, human_bytes, human_count, line
 from onecopy.report.progress import RunDisplay, memory_in_use
 from onecopy.text import Rows, open_corpora
 
-__all__ = ["Method", "Run", "Settings", "Task", "main", "show_report", "train"]
+__all__ = ["Method", "Run", "Settings", "Task", "claim", "main", "show_report", "train"]
 
 UNIFORM = math.log(256)  # nats per byte of a model that knows nothing
 _TASK, _REPORT, _LOG = "task.json", "report.json", "log.jsonl"
@@ -144,7 +144,7 @@ def train(settings: Settings, ranks: int) -> tuple[Outcome, dict[str, Any]]:
     Raises :class:`onecopy.errors.OneCopyError` for bad settings, those found by the ranks included.
     """
     settings.check(ranks)
-    _claim(settings)
+    claim(settings)
     outcome = run_ranks(["-m", "onecopy.train", settings.to_json()], ranks)
     if outcome.failure is not None:
         _raise_if_bad_input(outcome.failure)
@@ -157,7 +157,7 @@ def _checkpoints(settings: Settings) -> Path:
     return Path(settings.run.out) / "checkpoints"
 
 
-def _claim(settings: Settings) -> None:
+def claim(settings: Settings) -> None:
     """Write down what the output folder is for, or check that it is for this task."""
     path = Path(settings.run.out) / _TASK
     text, _ = open_corpora(settings.task.data, gpt.config(settings.task.model, context=settings.task.context).context)
@@ -402,8 +402,6 @@ def main() -> None:
     if first:
         (Path(settings.run.out) / _REPORT).write_text(json.dumps(report, indent=1))
     trainer.engine.close()
-    if dist.is_initialized():
-        dist.destroy_process_group()  # left to the interpreter's end, gloo's threads now and then abort the process
 
 
 if __name__ == "__main__":

@@ -14,9 +14,11 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-__all__ = ["Edge", "Exchange", "Message", "Native", "Pending", "edge_for"]
+__all__ = ["OVER_WIRE", "Edge", "Exchange", "Message", "Native", "Pending", "edge_for", "sum_into"]
 
 _KINDS = ("gather", "spread", "reduce")
+# Data that could not go the way its message announced is sent under the message's tag with this bit set.
+OVER_WIRE = 1 << 11
 _LOW = (torch.bfloat16, torch.float16)
 Sent = Callable[[str, int, torch.dtype], None]
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -61,9 +63,9 @@ class Message:
         self._sent = 0
 
     def tag(self) -> int:
-        """The next message's number, below 2**31."""
+        """The next message's number, below 2**31; the bit of :data:`OVER_WIRE` is not set."""
         self._sent += 1
-        return self._name | (self._sent & 0xFFF)
+        return self._name | (self._sent & 0x7FF)
 
 
 class Edge(Protocol):
@@ -155,7 +157,7 @@ class Exchange:
         def finish() -> None:
             terms = [arrived[at] for at in range(len(self._peers))]
             terms.insert(self._index, pieces[self._index])
-            _sum_into(out, [term.to(out.device) for term in terms], add)
+            sum_into(out, [term.to(out.device) for term in terms], add)
 
         return Pending(works, finish, keep=(full, source, arrived, out))
 
@@ -175,7 +177,7 @@ class Exchange:
         return Pending(works, finish, keep=(pieces, sent, arrived))
 
 
-def _sum_into(out: torch.Tensor, terms: list[torch.Tensor], add: bool) -> None:
+def sum_into(out: torch.Tensor, terms: list[torch.Tensor], add: bool) -> None:
     """``out (+)= sum(terms)`` in the order of ``terms``; low-precision terms are added in float32 and rounded once.
 
     ``out`` may be one of ``terms`` when ``add`` is False.
@@ -205,6 +207,8 @@ def _all_reduce(group: dist.ProcessGroup, sent: Sent, tensor: torch.Tensor, kind
 
 def edge_for(group: dist.ProcessGroup | None, sent: Sent) -> Edge | None:
     """The edge for ``group``: point-to-point exchange on gloo, the backend's collectives otherwise.
+
+    Ranks of one host that compute on the CPU can do better, see :mod:`onecopy.comm.shared`.
 
     ``sent(kind, elements, dtype)`` is called with what this rank puts on the wire.
     """

@@ -7,7 +7,7 @@ import itertools
 import os
 import weakref
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeVar
 
@@ -19,6 +19,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from onecopy.comm.collectives import Edge, Message, edge_for
 from onecopy.comm.groups import Ranks, ensure_process_group, form_groups, world_size
+from onecopy.comm.shared import open_shared
 from onecopy.engine.deferred import materialise_meta, whole_values
 from onecopy.engine.gathering import Gathering
 from onecopy.engine.gradients import Gradients
@@ -33,7 +34,7 @@ from onecopy.engine.weights import Weights
 from onecopy.errors import OneCopyError, PlanError, RankMismatchError
 from onecopy.optim import Factory, Tiles, build, probe
 from onecopy.plan.check import check
-from onecopy.plan.layout import UnitFact
+from onecopy.plan.layout import UnitFact, itemsize
 from onecopy.plan.plan import Plan
 from onecopy.recipes import build_optimizer, build_scheduler
 from onecopy.schedule.lower import Facts, Schedule, lower
@@ -102,9 +103,9 @@ def build_core(
     mesh = plan.mesh(world)
     ranks = form_groups(mesh, device)
     memory, ledger = DeviceMemory(device), Ledger()
-    gather, reduce, across = (edge_for(group, ledger.sent) for group in (ranks.gather, ranks.reduce, ranks.across))
-    staging = reduce is not None and reduce.staging
-    schedule = lower(plan, Facts(facts, mesh, moments, staging))
+    across = edge_for(ranks.across, ledger.sent)
+    schedule, gather, reduce = _make_edges(lower(plan, Facts(facts, mesh, moments)), ranks, ledger)
+    memory.count("exchange buffer", schedule.facts.exchange)
 
     if _everywhere_meta(names, world):
         materialise_meta(model, device, names)
@@ -241,6 +242,39 @@ def _make_scheduler(optimizer: Optimizer, scheduler: LRScheduler | SchedulerFact
 
 
 # Construction
+
+
+def _make_edges(schedule: Schedule, ranks: Ranks, ledger: Ledger) -> tuple[Schedule, Edge | None, Edge | None]:
+    """The edges inside a group, and ``schedule`` with what they need noted in its facts."""
+    if ranks.gather is None or ranks.reduce is None:
+        return schedule, None, None
+    shared = _shared_edges(schedule, ranks, ledger)
+    if shared is not None:
+        edges, size = shared
+        return replace(schedule, facts=replace(schedule.facts, exchange=size)), *edges
+    gather, reduce = edge_for(ranks.gather, ledger.sent), edge_for(ranks.reduce, ledger.sent)
+    staging = reduce is not None and reduce.staging
+    return replace(schedule, facts=replace(schedule.facts, staging=staging)), gather, reduce
+
+
+def _shared_edges(schedule: Schedule, ranks: Ranks, ledger: Ledger) -> tuple[tuple[Edge, Edge], int] | None:
+    """Edges through shared memory, and the bytes they take; None where ranks do not share any.
+
+    There are slots for the messages that are on their way at a time and one more, as ranks are not in step.
+    """
+    if ranks.device.type != "cpu" or dist.get_backend(ranks.gather) != "gloo" or not schedule.buffers:
+        return None
+    assert ranks.gather is not None and ranks.reduce is not None
+    units, peers = schedule.plan.units, ranks.mesh.within - 1
+    shard = max(
+        buffer.layout.shard * max(itemsize(buffer.dtype), itemsize(buffer.accumulate_codec)) for buffer in schedule.buffers
+    )
+    piece = max(buffer.layout.shard * itemsize(buffer.reduce_codec) for buffer in schedule.buffers)
+    gather = open_shared(ranks.gather, ledger.sent, shard, units.prefetch + 2)
+    if gather is None:
+        return None
+    reduce = open_shared(ranks.reduce, ledger.sent, piece * peers, units.reduce_ahead + 2)
+    return None if reduce is None else ((gather, reduce), gather.bytes + reduce.bytes)
 
 
 def _engine_number() -> int:

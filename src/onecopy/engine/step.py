@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import deque
 
 import torch
 import torch.distributed as dist
@@ -15,6 +16,7 @@ from onecopy.engine.weights import Weights
 from onecopy.errors import EngineError
 from onecopy.optim import Tiles
 from onecopy.plan.plan import Clip
+from onecopy.schedule.ops import Op
 from onecopy.tiers.memory import DeviceMemory
 
 __all__ = ["Stepper", "Verdict"]
@@ -100,15 +102,18 @@ class Stepper:
         if self._clip.max_norm is not None:
             # As torch.nn.utils.clip_grad_norm_ does it.
             factor *= min(1.0, self._clip.max_norm / (verdict.norm + 1e-6))
-        sent = []
+        sent: deque[list[Op]] = deque()
         for unit in self._run.units:
             if not unit.gradients:
                 continue
             self._step_unit(unit, verdict, factor)
             spreads = self._run.ops(unit, "step", "spread")
             self._run.start(spreads)
-            sent.extend(spreads)
-        self._run.finish(sent)
+            sent.append(spreads)
+            if len(sent) > 2:
+                self._run.finish(sent.popleft())
+        while sent:
+            self._run.finish(sent.popleft())
         moments = self._tiles.moments()
         self._memory.count("moments", moments - self._moments)
         self._moments = moments

@@ -25,13 +25,15 @@ class Facts:
 
     ``moments``: the codec of each optimizer state tensor that has one element per weight (None: that of the weight it
     steps). ``staging``: the backend receives a reduce's peers into a buffer of its own before it sums them (point to
-    point exchange) instead of inside the collective.
+    point exchange) instead of inside the collective. ``exchange``: bytes of buffers that the backend keeps for its
+    messages.
     """
 
     units: tuple[UnitFact, ...]
     mesh: Mesh
     moments: tuple[str | None, ...] = ()
     staging: bool = False
+    exchange: int = 0
 
 
 @dataclass(frozen=True)

@@ -71,7 +71,7 @@ def predict(schedule: Schedule, piece: int = 0) -> dict[str, Any]:
     """``{"resident": {"device": {kind: bytes}}, "peak": {"device": {"total": bytes, kind: bytes}},
     "collectives": {kind: {"count", "elements", "bytes", "group"}}}`` for one rank and one optimizer step."""
     at_rest = resident(schedule, piece)
-    walk = _Walk(schedule, {**at_rest, "gradient": 0})
+    walk = _Walk(schedule, {**at_rest, "gradient": 0, "exchange buffer": schedule.facts.exchange})
     walk.step()
     return {
         "resident": {"device": at_rest},

@@ -1,0 +1,221 @@
+"""The edge between ranks of one host that compute on the CPU: pieces go through shared memory.
+
+Each rank owns an arena of a few slots that its peers map. A message is copied into a slot, a token of two numbers is
+sent over gloo, and the peers read the slot in place: a gather copies it into the full buffer, a reduce sums from it.
+Sockets carry nothing but tokens, so waiting and timing out stay gloo's, and the kernel copies no parameters.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import uuid
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from onecopy.comm.collectives import OVER_WIRE, Exchange, Message, Pending, Sent, sum_into
+
+__all__ = ["Shared", "open_shared"]
+
+_FOLDER = Path("/dev/shm")
+_WORD = 8
+_ALIGN = 64
+
+
+@dataclass(frozen=True)
+class Arena:
+    """One rank's memory: ``read[sender * slots + slot]`` numbers of messages this rank has read, then the slots."""
+
+    read: memoryview
+    slots: tuple[torch.Tensor, ...]
+
+
+class Shared:
+    """See the module. A message for which no slot is free (a caller gathers a whole model at once) takes the wire."""
+
+    staging = False
+
+    def __init__(self, group: dist.ProcessGroup, sent: Sent, arenas: list[Arena]) -> None:
+        self._group = group
+        self._sent = sent
+        self._wire = Exchange(group, sent)
+        self._index = group.rank()
+        self._peers = [peer for peer in range(group.size()) if peer != self._index]
+        self._arenas = arenas
+        self._slots = len(arenas[0].slots)
+        self.bytes = sum(slot.numel() for slot in arenas[self._index].slots)
+        self._last = [0] * self._slots
+        self._count = 0
+
+    def gather(self, full: torch.Tensor, shard: torch.Tensor, message: Message) -> Pending:
+        """See :class:`~onecopy.comm.collectives.Edge`."""
+        if full.device.type != "cpu":
+            return self._wire.gather(full, shard, message)
+        tag = message.tag()
+        self._sent(message.kind, shard.numel() * len(self._peers), shard.dtype)
+        pieces = full.view(len(self._peers) + 1, -1)
+        own = pieces[self._index]
+        if own.data_ptr() != shard.data_ptr():
+            own.copy_(shard)
+        slot = self._claim()
+        if slot is not None:
+            self._view(self._index, slot, 0, own).copy_(own)
+        works, sends, tokens = self._announce(slot, tag, dict.fromkeys(self._peers, own))
+
+        def finish() -> None:
+            for peer, token in tokens.items():
+                self._take(peer, token, tag, pieces[peer], 0)
+            for send in sends:
+                send.wait()
+
+        return Pending(works, finish, keep=(full, shard))
+
+    def reduce(self, full: torch.Tensor, out: torch.Tensor, message: Message, add: bool = False) -> Pending:
+        """See :class:`~onecopy.comm.collectives.Edge`."""
+        if full.device.type != "cpu":
+            return self._wire.reduce(full, out, message, add)
+        tag = message.tag()
+        pieces = full.view(len(self._peers) + 1, -1)
+        self._sent(message.kind, pieces.shape[1] * len(self._peers), full.dtype)
+        slot = self._claim()
+        if slot is not None:
+            for peer in self._peers:
+                self._view(self._index, slot, self._place(self._index, peer), pieces[peer]).copy_(pieces[peer])
+        works, sends, tokens = self._announce(slot, tag, {peer: pieces[peer] for peer in self._peers})
+
+        def finish() -> None:
+            own = pieces[self._index]
+            terms = {self._index: own}
+            for peer, token in tokens.items():
+                slot, _ = token.tolist()
+                if slot < 0:
+                    terms[peer] = torch.empty_like(own)
+                    self._group.recv([terms[peer]], peer, tag | OVER_WIRE).wait()
+                else:
+                    terms[peer] = self._view(peer, slot, self._place(peer, self._index), own)
+            sum_into(out, [terms[rank] for rank in range(len(terms))], add)
+            for peer, token in tokens.items():
+                self._mark_read(peer, token)
+            for send in sends:
+                send.wait()
+
+        return Pending(works, finish, keep=(full, out, tokens))
+
+    def all_reduce(self, tensor: torch.Tensor, kind: str, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> None:
+        """See :class:`~onecopy.comm.collectives.Edge`."""
+        self._wire.all_reduce(tensor, kind, op)
+
+    # Slots
+
+    def _claim(self) -> int | None:
+        """A slot whose last message every peer has read."""
+        for step in range(self._slots):
+            slot = (self._count + step) % self._slots
+            cell = self._index * self._slots + slot
+            if all(self._arenas[peer].read[cell] >= self._last[slot] for peer in self._peers):
+                self._count += 1
+                self._last[slot] = self._count
+                return slot
+        return None
+
+    def _view(self, rank: int, slot: int, place: int, like: torch.Tensor) -> torch.Tensor:
+        """Part ``place`` of a slot of ``rank``, as a tensor of the size and dtype of ``like``."""
+        size = like.numel() * like.element_size()
+        return self._arenas[rank].slots[slot][place * size : (place + 1) * size].view(like.dtype)
+
+    @staticmethod
+    def _place(sender: int, receiver: int) -> int:
+        """Which part of a reduce message of ``sender`` is for ``receiver``; its own piece is not in it."""
+        return receiver - (receiver > sender)
+
+    def _announce(
+        self, slot: int | None, tag: int, data: dict[int, torch.Tensor]
+    ) -> tuple[list[dist.Work], list[dist.Work], dict[int, torch.Tensor]]:
+        """Tell the peers where the message is, and listen for theirs.
+
+        Returns the tokens under way, the data under way (to be waited for only when the peers' data has been asked for,
+        or two ranks would wait for each other), and where the peers' tokens arrive.
+        """
+        token = torch.tensor([-1, 0] if slot is None else [slot, self._last[slot]])
+        works = [self._group.send([token], peer, tag) for peer in self._peers]
+        sends = []
+        if slot is None:
+            sends = [self._group.send([piece], peer, tag | OVER_WIRE) for peer, piece in data.items()]
+        tokens = {peer: torch.empty(2, dtype=torch.int64) for peer in self._peers}
+        works += [self._group.recv([tokens[peer]], peer, tag) for peer in self._peers]
+        return works, sends, tokens
+
+    def _take(self, peer: int, token: torch.Tensor, tag: int, into: torch.Tensor, place: int) -> None:
+        slot, _ = token.tolist()
+        if slot < 0:
+            self._group.recv([into], peer, tag | OVER_WIRE).wait()
+            return
+        into.copy_(self._view(peer, slot, place, into))
+        self._mark_read(peer, token)
+
+    def _mark_read(self, peer: int, token: torch.Tensor) -> None:
+        slot, number = token.tolist()
+        if slot >= 0:
+            self._arenas[self._index].read[peer * self._slots + slot] = number
+
+
+def open_shared(group: dist.ProcessGroup, sent: Sent, slot_bytes: int, slots: int) -> Shared | None:
+    """A :class:`Shared` edge over ``group``, or None when not all its ranks can map each other's memory.
+
+    ``slot_bytes``: the largest message. Collective over ``group``. The memory is reserved before it is used, so a full
+    shared-memory filesystem is noticed here and not by a fault later, and its name is gone before this returns.
+    """
+    slot_bytes = -(-slot_bytes // _ALIGN) * _ALIGN
+    head = -(-group.size() * slots * _WORD // _ALIGN) * _ALIGN
+    size = head + slots * slot_bytes
+    path = _FOLDER / f"onecopy-{uuid.uuid4().hex}"
+    made = _make(path, size)
+    try:
+        paths: list[str | None] = [None] * group.size()
+        dist.all_gather_object(paths, str(path) if made is not None else None, group=group)
+        maps = [made if rank == group.rank() else _map(name, size) for rank, name in enumerate(paths)]
+        reached: list[bool] = [False] * group.size()
+        dist.all_gather_object(reached, all(found is not None for found in maps), group=group)
+    finally:
+        with contextlib.suppress(FileNotFoundError):
+            path.unlink()
+    if not all(reached):
+        return None
+    return Shared(group, sent, [_arena(found, head, slot_bytes, slots) for found in maps if found is not None])
+
+
+def _make(path: Path, size: int) -> mmap.mmap | None:
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+    except OSError:  # no shared-memory filesystem here, or no right to use it
+        return None
+    try:
+        os.posix_fallocate(descriptor, 0, size)
+        return mmap.mmap(descriptor, size)
+    except OSError:  # full
+        return None
+    finally:
+        os.close(descriptor)
+
+
+def _map(name: str | None, size: int) -> mmap.mmap | None:
+    if name is None:
+        return None
+    try:
+        descriptor = os.open(name, os.O_RDWR)
+    except OSError:  # the peer is on another host, or sees another filesystem
+        return None
+    try:
+        return mmap.mmap(descriptor, size)
+    finally:
+        os.close(descriptor)
+
+
+def _arena(mapped: mmap.mmap, head: int, slot_bytes: int, slots: int) -> Arena:
+    whole = torch.frombuffer(mapped, dtype=torch.uint8)
+    cut = tuple(whole[head + slot * slot_bytes : head + (slot + 1) * slot_bytes] for slot in range(slots))
+    return Arena(memoryview(mapped)[:head].cast("q"), cut)
