@@ -72,6 +72,23 @@ def test_a_config_file_excludes_the_options_it_decides(tmp_path: Path) -> None:
             train.Method(config=str(path), **option).plan(2)  # type: ignore[arg-type]
 
 
+def test_a_folder_with_another_run_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = tmp_path / "text"
+    text.write_bytes(bytes(range(256)) * 80)
+    settings = train.Settings(train.Task("tiny", data=(str(text),)), train.Method(), train.Run(str(tmp_path / "run"), 5))
+    (tmp_path / "run" / "checkpoints" / "step00000005").mkdir(parents=True)
+    train.claim(settings)
+    train.claim(settings)  # the same again is no conflict
+    command = ["train", "--model", "tiny", "--data", str(text), "--out", str(tmp_path / "run")]
+    code, _, err = run(capsys, monkeypatch, *command, "--seed", "1")
+    assert code == 2 and "holds a run with seed 0, this one has 1" in err and err.count("\n") == 1
+    text.write_bytes(bytes(range(256)) * 90)
+    code, _, err = run(capsys, monkeypatch, *command)
+    assert code == 2 and "holds a run with data " in err
+
+
 def test_settings_survive_json() -> None:
     settings = train.Settings(train.Task(data=("a", "b")), train.Method(stage=3, lr=1e-3), train.Run("out", 5))
     assert train.Settings.from_json(settings.to_json()) == settings
