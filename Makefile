@@ -18,7 +18,7 @@ help: ## what there is
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
 
 train: $(READY) ## train a GPT on the standard library's sources, resuming what is there; ARGS="--stage 3 ..."
-	$(BIN)/onecopy train $(ARGS)
+	@$(BIN)/onecopy train $(ARGS)
 
 test: lint ## linter, types and all tests; ARGS="-k name"
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) $(ARGS)
@@ -28,7 +28,7 @@ lint: $(READY) ## linter and types alone
 	$(BIN)/mypy
 
 bench: $(READY) ## the same step under DDP, FSDP2, DeepSpeed (where installed) and onecopy; ARGS="--help"
-	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/peers.py $(ARGS)
+	@OMP_NUM_THREADS=1 $(BIN)/python benchmarks/peers.py $(ARGS)
 
 $(READY): pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
