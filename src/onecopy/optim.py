@@ -151,6 +151,7 @@ class Tiles:
 
     def __init__(self, optimizer: Optimizer, weights: Iterable[Weights]) -> None:
         self.optimizer = optimizer
+        self._groups = len(optimizer.param_groups)
         self.pieces: dict[Weights, list[Piece]] = {held: [] for held in weights}
         homes = {
             param: home
@@ -199,6 +200,11 @@ class Tiles:
     def step(self, unit: list[tuple[Weights, torch.Tensor, list[bool]]]) -> None:
         """Step the pieces of one unit. For each buffer: its gradient over the stepped range in the weight's dtype, and
         which slots any rank used; a parameter nobody used is left alone, as torch leaves one whose grad is None."""
+        if len(self.optimizer.param_groups) != self._groups:
+            raise EngineError(
+                f"the optimizer has {len(self.optimizer.param_groups)} groups and had {self._groups} when the engine was "
+                "made; close the engine and initialize again with the new groups"
+            )
         shown: list[list[nn.Parameter]] = [[] for _ in self.optimizer.param_groups]
         for weights, gradient, used in unit:
             place = {slot: at for at, slot in enumerate(weights.spec.layout.slots)}

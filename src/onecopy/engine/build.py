@@ -95,6 +95,7 @@ def build_core(
     units = find_units(model, plan.units)
     dtype = getattr(torch, plan.precision.dtype) if plan.precision.dtype else None
     facts = tuple(unit.fact(names, dtype) for unit in units)
+    _together(lambda: _refuse_shared_storage(names), world)
     _agree(plan, facts, world)
     made = _together(lambda: _make_optimizer(model, plan, optimizer, facts), world)
     _same_everywhere({"optimizer": _describe_optimizer(made)}, world)
@@ -194,6 +195,21 @@ def _describe_optimizer(optimizer: Optimizer | None) -> str:
         for group in optimizer.param_groups
     ]
     return f"{type(optimizer).__name__} with {groups}"
+
+
+def _refuse_shared_storage(names: dict[nn.Parameter, list[str]]) -> None:
+    """Two parameter objects over the same memory would be sharded apart and drift."""
+    seen: dict[tuple[int, int], str] = {}
+    for param, known in names.items():
+        if home_of(param) is not None or param.device.type == "meta" or not param.numel():
+            continue
+        place = (param.untyped_storage()._cdata, int(param.storage_offset()))
+        if place in seen:
+            raise PlanError(
+                f"parameters {seen[place]!r} and {known[0]!r} are different objects over the same memory, which cannot stay "
+                f"tied; tie the parameter itself: module.weight = other.weight"
+            )
+        seen[place] = known[0]
 
 
 def _everywhere_meta(names: dict[nn.Parameter, list[str]], world: int) -> bool:

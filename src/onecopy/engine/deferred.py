@@ -48,6 +48,10 @@ class BornHome:
     def demand(self) -> bool:
         return False
 
+    def values(self) -> torch.Tensor:
+        """Not while it is sharded; see :meth:`whole`."""
+        raise EngineError(f"parameter {self.name!r} is sharded and has no whole values here")
+
     def whole(self) -> torch.Tensor:
         """The full values; collective over all ranks."""
         world = world_size()

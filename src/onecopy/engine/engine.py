@@ -98,9 +98,22 @@ class Engine(nn.Module):
         return self.module(*args, **kwargs)
 
     def backward(self, loss: torch.Tensor, **options: Any) -> torch.Tensor:
-        """``loss.backward()``; returns ``loss``. Raises :class:`EngineError` without an optimizer."""
+        """``loss.backward()``; returns ``loss``. Raises :class:`EngineError` without an optimizer.
+
+        With loss scaling the loss itself is scaled here, so every road from it to a parameter is. ``loss.backward()``
+        scales where gradients enter the model, at its outputs: a penalty computed from parameters outside needs this
+        method.
+        """
         self._optimizer()
-        loss.backward(**options)
+        hooks = self._core.hooks
+        if not hooks.scales:
+            loss.backward(**options)
+            return loss
+        hooks.scaled_by_loss = True
+        try:
+            (loss.float() * self._scaler.scale).backward(**options)
+        finally:
+            hooks.scaled_by_loss = False
         return loss
 
     def is_boundary(self) -> bool:

@@ -57,12 +57,11 @@ def gather_for_reading(params: nn.Module | nn.Parameter | Iterable[nn.Parameter]
     finally:
         for weights in held:
             weights.pins -= 1
+        for weights in held:
+            weights.accept_writes()
         for weights in opened:
             if weights.pins == 0 and weights.present:
-                weights.free(look=True)
-                core = weights.core() if weights.core is not None else None
-                if core is not None:
-                    core.gathering.index_storages()
+                weights.free()
         for param in born:
             _close_born(param, keep=write_rank is not None)
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 import torch
 
 from onecopy.engine.run import Run, UnitRun
@@ -37,15 +35,17 @@ class Gathering:
         self._kept = False
         self.backward = False
         self.depth = 0
+        # Boundary steps: what was saved of the parameters before one is not what they are after it.
+        self.steps = 0
         # Storages of gathered buffers, so that what autograd saves of them can be recognised.
-        self.storages: dict[int, UnitRun] = {}
+        self.storages: dict[int, Weights] = {}
         self.index_storages()
 
     def index_storages(self) -> None:
         """Note the storages again after one was exchanged."""
         self.storages.clear()
         for unit in self._units:
-            self.storages.update({weights.full.untyped_storage()._cdata: unit for weights in unit.weights if weights.cut})
+            self.storages.update({w.full.untyped_storage()._cdata: w for w in unit.weights if w.cut})
 
     # Passes
 
@@ -55,8 +55,8 @@ class Gathering:
         self._trail = []
         self._gathered.clear()
         if not backward:
-            for unit in self._units:
-                unit.uses = 0
+            for unit in self._run.units:
+                unit.uses, unit.watching = 0, False
 
     def end(self) -> None:
         """The pass is over: whatever is still gathered goes, and the order it took is remembered."""
@@ -73,7 +73,6 @@ class Gathering:
         self._next = {False: _chain(self._forward), True: _chain(backward)}
         self._trail = []
         for unit in self._units:
-            unit.held = unit.held and not self.backward
             self.release(unit)
 
     # Uses
@@ -95,12 +94,12 @@ class Gathering:
                 self._start(coming)
         self._land(unit)
 
-    def used(self, unit: UnitRun, keep: bool = False) -> None:
-        """A forward call that reads ``unit`` has returned. ``keep``: its caller is going to read the parameters."""
+    def used(self, unit: UnitRun) -> None:
+        """A forward call that reads ``unit`` has returned."""
         if self.backward:
             return  # recomputed for backward, which will say when it is done
         unit.uses += 1
-        if unit.uses >= unit.expected_uses and not keep:
+        if unit.uses >= unit.expected_uses:
             self._give_back(unit, "post_forward")
 
     def meet(self, unit: UnitRun) -> None:
@@ -122,11 +121,15 @@ class Gathering:
     def release_all(self) -> None:
         """Nothing may stay gathered: the weights are about to change."""
         self._kept = False
+        self.steps += 1
         self.backward = True
         for unit in self._units:
-            unit.held = False
             self.release(unit)
         self.backward = False
+
+    def unit_of(self, weights: Weights) -> UnitRun:
+        """The unit that ``weights`` are a buffer of."""
+        return self._of[id(weights)]
 
     def demand(self, weights: Weights) -> bool:
         """A freed parameter is read outside its unit's modules: gather it now if a pass runs (backward: a part of a
@@ -156,17 +159,9 @@ class Gathering:
                 weights.finish_gather()
 
     def _give_back(self, unit: UnitRun, event: str) -> None:
-        if self._kept or unit.held:
+        if self._kept:
             return
         for op in self._run.ops(unit, event, "free"):  # type: ignore[arg-type]
             weights = self._run.weights(op)
             if weights.present and weights.pins == 0:
                 weights.free()
-
-    def aliased(self, outputs: Iterable[torch.Tensor]) -> list[UnitRun]:
-        """Units of which ``outputs`` are views."""
-        return [
-            self.storages[output.untyped_storage()._cdata]
-            for output in outputs
-            if output.layout is torch.strided and output.untyped_storage()._cdata in self.storages
-        ]

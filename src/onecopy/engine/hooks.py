@@ -12,7 +12,7 @@ import sys
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import nn
@@ -53,6 +53,8 @@ class Hooks:
         # Multiplies the gradients that enter the model at its outputs: the loss scale.
         self.output_scale: Callable[[], float] = lambda: 1.0
         self.scales = False
+        # The loss that backward starts from is multiplied already.
+        self.scaled_by_loss = False
         self.gradient_scale = 1.0
         self.scaled = False
         self._handles: list[Any] = []
@@ -114,12 +116,10 @@ class Hooks:
         outputs = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
         outputs = outputs or _attribute_tensors(output)
         if gathering.depth == 0 and torch._C._current_graph_task_id() == -1:
-            for unit in gathering.aliased(outputs):
-                unit.held = True
             gathering.end()
         if not torch.is_grad_enabled():
             return output
-        if self.scales:
+        if self.scales and gathering.depth == 0:
             return tree_map_only(torch.Tensor, self._scaled_output, output)
         for tensor in outputs:
             if tensor.requires_grad:
@@ -141,7 +141,7 @@ class Hooks:
         def scale(gradient: torch.Tensor) -> torch.Tensor:
             self.rounds.begin()
             self.scaled = True
-            return gradient * self.output_scale()
+            return gradient if self.scaled_by_loss else gradient * self.output_scale()
 
         view.register_hook(scale)
         return view
@@ -159,9 +159,7 @@ class Hooks:
         @_quiet
         def leave(module: nn.Module, args: Any, output: Any) -> None:
             self._pop()
-            outputs = output if isinstance(output, list | tuple) else (output,)
-            keep = bool(gathering.aliased(leaf for leaf in outputs if isinstance(leaf, torch.Tensor)))
-            gathering.used(unit, keep)
+            gathering.used(unit)
 
         for entry in unit.entries:
             self._handles.append(entry.register_forward_pre_hook(enter))
@@ -180,8 +178,10 @@ class Hooks:
 
         @_quiet
         def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
-            if not torch.is_grad_enabled() or torch._C._current_graph_task_id() != -1:
+            if unit.watching or not torch.is_grad_enabled() or torch._C._current_graph_task_id() != -1:
                 return
+            # The first call of the pass: in backward its inputs get their gradient last, and nothing comes after.
+            unit.watching = True
             for tensor in tree_leaves((args, kwargs)):
                 if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
                     unit.watched += 1
@@ -231,15 +231,21 @@ class Hooks:
         if self._pushed.pop():
             _saved._pop_saved_tensors_default_hooks()
 
-    def unpacked(self, unit: UnitRun) -> None:
-        """Backward is about to read a parameter of ``unit``."""
-        self._gathering.use(unit)
+    def unpacked(self, weights: Weights, steps: int) -> None:
+        """Backward is about to read a parameter of ``weights`` that was saved when ``steps`` steps were done."""
+        if steps != self._gathering.steps:
+            raise RuntimeError(
+                f"a parameter of unit {weights.spec.unit!r} needed for the gradient was changed by engine.step() after the "
+                "forward pass that saved it; run backward before the step"
+            )
+        self._gathering.use(self._gathering.unit_of(weights))
         if torch.is_grad_enabled() and self._gathering.depth == 0:
             self._gathering.keep_all()
 
     @property
-    def storages(self) -> dict[int, UnitRun]:
-        return self._gathering.storages
+    def gathering(self) -> Gathering:
+        """What knows which storages are gathered buffers."""
+        return self._gathering
 
 
 @dataclass(frozen=True, eq=False)
@@ -268,7 +274,7 @@ class _Arrival:
         gradient, param.grad = param.grad, None
         assert gradient is not None
         hooks = target.hooks
-        if hooks.scales and not hooks.scaled:
+        if hooks.scales and not (hooks.scaled or hooks.scaled_by_loss):
             raise EngineError(
                 "a backward pass with loss scaling did not go through the model's outputs, so it is not scaled; return "
                 "the tensors that the loss is computed from in a tuple, list or dict"
@@ -276,24 +282,45 @@ class _Arrival:
         hooks.rounds.arrive(target.unit, target.gradients, target.at, gradient, hooks.gradient_scale)
 
 
-class _Pack:
-    """Notes the unit of each saved tensor; passes on to the hooks that were active before (checkpointing's)."""
+class _Saved(NamedTuple):
+    """A tensor that autograd saved. Of a gathered buffer only where in it the tensor is, so that nothing holds its memory;
+    ``kept`` is the tensor itself, or what the hooks active before (checkpointing's) made of it."""
 
-    __slots__ = ("_outer", "_units", "hooks")
+    kept: Any
+    weights: Weights | None
+    steps: int = 0
+    shape: tuple[int, ...] = ()
+    strides: tuple[int, ...] = ()
+    offset: int = 0
+
+
+class _Pack:
+    """Autograd saves a tensor."""
+
+    __slots__ = ("_gathering", "_outer", "hooks")
 
     def __init__(self, hooks: Hooks, outer: Any) -> None:
         self.hooks = hooks
-        self._units = hooks.storages
+        self._gathering = hooks.gathering
         self._outer = outer[0] if outer is not None else None
 
     def __call__(self, tensor: torch.Tensor) -> Any:
-        unit = self._units.get(tensor.untyped_storage()._cdata) if tensor.layout is torch.strided else None
+        weights = None
+        if tensor.layout is torch.strided:
+            weights = self._gathering.storages.get(tensor.untyped_storage()._cdata)
+        if weights is None:
+            return (tensor, tensor._version) if self._outer is None else _Saved(self._outer(tensor), None)
         if self._outer is not None:
-            return self._outer(tensor), None, unit
-        return tensor, tensor._version, unit
+            return _Saved(self._outer(tensor), weights, self._gathering.steps)
+        if tensor.dtype != weights.full.dtype:
+            return _Saved(tensor, weights, self._gathering.steps)
+        shape, strides = tuple(tensor.shape), tensor.stride()
+        return _Saved(None, weights, self._gathering.steps, shape, strides, int(tensor.storage_offset()))
 
 
 class _Unpack:
+    """Autograd wants it back."""
+
     __slots__ = ("_hooks", "_outer")
 
     def __init__(self, hooks: Hooks, outer: Any) -> None:
@@ -301,16 +328,22 @@ class _Unpack:
         self._outer = outer[1] if outer is not None else None
 
     def __call__(self, packed: Any) -> torch.Tensor:
-        kept, version, unit = packed
-        tensor: torch.Tensor = kept if self._outer is None else self._outer(kept)
-        if unit is not None:
-            self._hooks.unpacked(unit)
-        elif version is not None and tensor._version != version:
-            # Autograd leaves this check out where saved tensors go through hooks.
-            raise RuntimeError(
-                f"a tensor of shape {tuple(tensor.shape)} needed for the gradient was modified in place after it was "
-                f"saved: it is at version {tensor._version}, expected {version}"
-            )
+        if type(packed) is tuple:
+            plain, version = packed
+            if plain._version != version:
+                # Autograd leaves this check out where saved tensors go through hooks.
+                raise RuntimeError(
+                    f"a tensor of shape {tuple(plain.shape)} needed for the gradient was modified by an inplace operation "
+                    f"after it was saved: it is at version {plain._version}, expected {version}"
+                )
+            return plain  # type: ignore[no-any-return]
+        saved: _Saved = packed
+        tensor: torch.Tensor | None = saved.kept if self._outer is None else self._outer(saved.kept)
+        if saved.weights is not None:
+            self._hooks.unpacked(saved.weights, saved.steps)
+            if tensor is None:
+                return torch.as_strided(saved.weights.full, saved.shape, saved.strides, saved.offset)
+        assert tensor is not None
         return tensor
 
 

@@ -43,6 +43,9 @@ class Home(Protocol):
     def written(self) -> None:
         """The local elements were changed: whatever is derived from them must follow."""
 
+    def values(self) -> torch.Tensor:
+        """The full values, when they are present."""
+
     def demand(self) -> bool:
         """Make the full values present if a running forward pass allows it; False if not."""
 
@@ -112,7 +115,7 @@ def _dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     absent = [tensor for tensor in _tensors(args, kwargs) if (at := home_of(tensor)) is not None and not at.present]
     with torch._C.DisableTorchFunctionSubclass():
         if not absent:
-            return func(*args, **kwargs)
+            return func(*_resolved(args), **dict(zip(kwargs, _resolved(tuple(kwargs.values())), strict=True)))
         name, prop = getattr(func, "__name__", str(func)), _property_name(func)
         subject = absent[0]
         home: Home = subject.__dict__[HOME]
@@ -137,8 +140,21 @@ def _dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             if _write(func, name, subject, home, args[1:], rest):
                 return subject
     if all(tensor.__dict__[HOME].demand() for tensor in absent):
-        return func(*args, **kwargs)
+        return func(*_resolved(args), **dict(zip(kwargs, _resolved(tuple(kwargs.values())), strict=True)))
     raise _refuse(home, f"{name}()")
+
+
+def _resolved(values: tuple[Any, ...]) -> tuple[Any, ...]:
+    """``values`` with stand-ins replaced by the views they stand for, now that the parameters are there."""
+    out: list[Any] = []
+    for value in values:
+        if isinstance(value, StandIn):
+            out.append(_through(value.__dict__[_CHAIN], value.__dict__[HOME].values()))
+        elif isinstance(value, list | tuple) and any(isinstance(item, StandIn) for item in value):
+            out.append(type(value)(_resolved(tuple(value))))
+        else:
+            out.append(value)
+    return tuple(out)
 
 
 def _tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:

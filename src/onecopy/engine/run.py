@@ -45,8 +45,7 @@ class UnitRun:
     # trainable one is, and unused parameters never send a gradient.
     waits_for_input: bool = False
     watched: int = 0
-    # A caller holds a view of the gathered parameters: keep them until the backward pass or the step is over.
-    held: bool = False
+    watching: bool = False
 
     @property
     def present(self) -> bool:

@@ -140,6 +140,7 @@ class Stepper:
             self._memory.drop("workspace", tensor)
         for gradients in unit.gradients:
             gradients.drop()
+            held[gradients.spec.name].changed()
         self._run.start(self._run.ops(unit, "step", "encode"))
 
     def discard(self) -> None:

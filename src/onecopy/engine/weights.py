@@ -132,7 +132,7 @@ class Weights:
                 self.follow(slot)
 
     def _version_sum(self) -> int:
-        return sum(param._version for param in self.params)
+        return sum([param._version for param in self.params])
 
     def own(self) -> torch.Tensor:
         """This rank's piece of the full buffer."""
@@ -154,8 +154,8 @@ class Weights:
 
     # Gathering
 
-    def outlived(self) -> bool:
-        """The parameters are hidden: does anybody else hold a view of the full buffer that its memory is to leave?
+    def _outlived(self) -> bool:
+        """The parameters are hidden: does anybody still hold a view of the full buffer?
 
         If so the memory is left to them and the buffer starts anew without any. True when that was necessary.
         """
@@ -168,6 +168,9 @@ class Weights:
         for face in self._faces:
             face.hide()
         self.full.untyped_storage().resize_(0)
+        core = self.core() if self.core is not None else None
+        if core is not None:
+            core.gathering.index_storages()
         return True
 
     def start_gather(self) -> None:
@@ -185,6 +188,7 @@ class Weights:
             face.param.__class__ = face.shown_class
             face.param.data = face.view
         self.present = True
+        self._versions = self._version_sum()
 
     def read(self, slot: Slot) -> torch.Tensor:
         """A copy of the whole parameter in ``slot``; collective where it is cut."""
@@ -197,17 +201,31 @@ class Weights:
             self.free()
         return value
 
-    def free(self, look: bool = False) -> None:
+    def free(self) -> None:
         """Give the full buffer's memory back; the parameters keep their shapes and refuse to be read.
 
-        ``look``: first see whether a caller kept a view of it (autograd's saved tensors are such views too).
+        What was written to them meanwhile goes to the shard first. A view that somebody kept keeps its memory.
         """
+        if self._version_sum() != self._versions:
+            for slot in self.spec.layout.slots:
+                self.follow(slot)
         for face in self._faces:  # Face.hide, without a call for each
             face.param.data = face.hollow
             face.param.__class__ = face.hidden_class
         self.present = False
-        if not (look and self.outlived()):
+        if not self._outlived():
             self.memory.vacate("gather buffer", self.full)
+
+    def accept_writes(self) -> None:
+        """What was written to the parameters so far is dealt with, or is to be forgotten."""
+        self._versions = self._version_sum()
+
+    def changed(self) -> None:
+        """The optimizer has changed the values: graphs that saved the old ones must notice, as with any in-place
+        update."""
+        if not self.cut and self.spec.trainable:
+            torch.autograd.graph.increment_version(self.params)
+            self._versions = self._version_sum()
 
     # After the optimizer, or after somebody else wrote
 
@@ -246,10 +264,10 @@ class Weights:
         kept = self.master[local[0] - low : local[1] - low]
         if source is not None:
             kept.copy_(source[local[0] - slot.start : local[1] - slot.start])
-        elif self.cut:
-            kept.copy_(self.shard[local[0] - low : local[1] - low])
-        else:
-            kept.copy_(self.full[local[0] : local[1]])
+            return
+        rounded = self.shard[local[0] - low : local[1] - low] if self.cut else self.full[local[0] : local[1]]
+        # Elements that still say what the master rounds to were not written: they keep their precision.
+        kept.copy_(torch.where(kept.to(rounded.dtype) == rounded, kept, rounded.to(kept.dtype)))
 
 
 class ParameterHome:
@@ -279,6 +297,10 @@ class ParameterHome:
         if part is None:
             return self.weights.shard[:0], 0
         return self.weights.shard[part[0] - low : part[1] - low], part[0] - self.slot.start
+
+    def values(self) -> torch.Tensor:
+        """The full values, which must be present."""
+        return self.weights.full[self.slot.start : self.slot.stop].view(self.shape)
 
     def written(self) -> None:
         self.weights.follow(self.slot)
