@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from onecopy.comm.collectives import Edge, Message, edge_for
 from onecopy.comm.groups import Ranks, ensure_process_group, form_groups, world_size
@@ -89,13 +89,17 @@ def build_core(
     device: torch.device,
 ) -> Core:
     """Shard ``model`` by ``plan`` and attach to it. Nothing of the model changes before every check has passed."""
+    if not isinstance(model, nn.Module) or not isinstance(plan, Plan):
+        raise PlanError(f"initialize takes a module and a plan; got {type(model).__name__} and {type(plan).__name__}")
     ensure_process_group(device)
     world = world_size()
+    _together(lambda: check(plan, (), world), world)
     names = named_parameters(model)
     units = find_units(model, plan.units)
     dtype = getattr(torch, plan.precision.dtype) if plan.precision.dtype else None
     facts = tuple(unit.fact(names, dtype) for unit in units)
     _together(lambda: _refuse_shared_storage(names), world)
+    _together(lambda: _refuse_renorm(model), world)
     _agree(plan, facts, world)
     made = _together(lambda: _make_optimizer(model, plan, optimizer, facts), world)
     _same_everywhere({"optimizer": _describe_optimizer(made)}, world)
@@ -212,6 +216,16 @@ def _refuse_shared_storage(names: dict[nn.Parameter, list[str]]) -> None:
         seen[place] = known[0]
 
 
+def _refuse_renorm(model: nn.Module) -> None:
+    """A module that edits its weight in forward, by the rows that this rank's data reads, parts the ranks."""
+    for name, module in model.named_modules():
+        if getattr(module, "max_norm", None) is not None and isinstance(module, nn.Embedding | nn.EmbeddingBag):
+            raise PlanError(
+                f"{name!r} has max_norm={module.max_norm}: it edits its weight in forward by each rank's own data, so the "
+                "ranks would drift apart; set max_norm=None"
+            )
+
+
 def _everywhere_meta(names: dict[nn.Parameter, list[str]], world: int) -> bool:
     """True when no rank has real values; False when rank 0 has all of them. Anything else is an error on all ranks."""
     meta = sum(home_of(param) is None and param.device.type == "meta" for param in names)
@@ -252,6 +266,8 @@ def _make_optimizer(
 def _make_scheduler(optimizer: Optimizer, scheduler: LRScheduler | SchedulerFactory | None, plan: Plan) -> LRScheduler | None:
     if scheduler is None and plan.scheduler is not None:
         return build_scheduler(plan.scheduler, optimizer)
+    if isinstance(scheduler, ReduceLROnPlateau):
+        raise PlanError("ReduceLROnPlateau wants a metric at every step: do not pass it, call its step(metric) yourself")
     if scheduler is None or hasattr(scheduler, "step"):
         return scheduler  # type: ignore[return-value]
     return scheduler(optimizer)
@@ -282,14 +298,16 @@ def _shared_edges(schedule: Schedule, ranks: Ranks, ledger: Ledger) -> tuple[tup
         return None
     assert ranks.gather is not None and ranks.reduce is not None
     units, peers = schedule.plan.units, ranks.mesh.within - 1
-    shard = max(
-        buffer.layout.shard * max(itemsize(buffer.dtype), itemsize(buffer.accumulate_codec)) for buffer in schedule.buffers
-    )
-    piece = max(buffer.layout.shard * itemsize(buffer.reduce_codec) for buffer in schedule.buffers)
+    shard = piece = 0
+    for buffer in schedule.buffers:
+        elements, wire, kept = buffer.layout.shard, itemsize(buffer.reduce_codec), itemsize(buffer.accumulate_codec)
+        shard = max(shard, elements * itemsize(buffer.dtype))
+        # What is reduced may be spread after, in the codec that sums are kept in.
+        piece = max(piece, elements * max(wire * peers, kept))
     gather = open_shared(ranks.gather, ledger.sent, shard, units.prefetch + 2)
     if gather is None:
         return None
-    reduce = open_shared(ranks.reduce, ledger.sent, piece * peers, units.reduce_ahead + 2)
+    reduce = open_shared(ranks.reduce, ledger.sent, piece, units.reduce_ahead + 2)
     return None if reduce is None else ((gather, reduce), gather.bytes + reduce.bytes)
 
 

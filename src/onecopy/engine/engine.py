@@ -61,6 +61,8 @@ class Engine(nn.Module):
         core.hooks.scales = plan.precision.loss_scale is not None and core.optimizer is not None
         core.hooks.output_scale = lambda scaler=self._scaler: scaler.scale  # type: ignore[misc]
         core.rounds.boundary = _Boundary(self)
+        # An engine that is dropped leaves no hooks on the model; they do not refer to it.
+        weakref.finalize(self, core.hooks.remove)
 
     # What it is
 
@@ -157,9 +159,9 @@ class Engine(nn.Module):
 
     def discard_gradients(self) -> None:
         """Forget the gradients of the open window, for example after an interrupted backward pass. On all ranks."""
+        self._core.rounds.discard()
         if self._core.stepper is not None:
             self._core.stepper.discard()
-        self._core.rounds.interrupted = False
 
     def close(self) -> None:
         """Detach from the model: hooks go, open gradients are dropped, and the parameters may join another engine.
@@ -189,7 +191,7 @@ class Engine(nn.Module):
             raise EngineError("this engine is closed; make another with onecopy.initialize")
 
     def _check_order(self) -> None:
-        if self._core.rounds.interrupted:
+        if self._core.rounds.interrupted or self._core.rounds.open:
             raise EngineError(
                 "the last backward pass was interrupted, so this window's gradients are incomplete; call "
                 "engine.discard_gradients() on all ranks and start the window again"

@@ -83,11 +83,12 @@ class Hooks:
     def _attach_root(self, root: nn.Module) -> None:
         @_quiet
         def enter(module: nn.Module, args: Any, kwargs: Any) -> Any:
-            return self._enter_root(args, kwargs)
+            # A deep copy of the model carries these hooks along; they are for the model they were made for.
+            return self._enter_root(args, kwargs) if module is root else None
 
         @_quiet
         def leave(module: nn.Module, args: Any, output: Any) -> Any:
-            return self._leave_root(output)
+            return self._leave_root(output) if module is root else None
 
         self._handles.append(root.register_forward_pre_hook(enter, prepend=True, with_kwargs=True))
         self._handles.append(root.register_forward_hook(leave, always_call=True))
@@ -153,13 +154,15 @@ class Hooks:
 
         @_quiet
         def enter(module: nn.Module, args: Any) -> None:
-            gathering.use(unit)
-            self._push()
+            if module in unit.entries:
+                gathering.use(unit)
+                self._push()
 
         @_quiet
         def leave(module: nn.Module, args: Any, output: Any) -> None:
-            self._pop()
-            gathering.used(unit)
+            if module in unit.entries:
+                self._pop()
+                gathering.used(unit)
 
         for entry in unit.entries:
             self._handles.append(entry.register_forward_pre_hook(enter))

@@ -170,11 +170,19 @@ class Rounds:
         self._gathering.backward = False
 
     def abandon(self) -> None:
-        """An exception ended the last backward pass: forget how far it was."""
-        self._flying.clear()
+        """An exception ended the last backward pass."""
         self.open = False
         self.interrupted = True
         self._gathering.backward = False
+
+    def discard(self) -> None:
+        """Forget the open window; what is on the wire arrives first. On all ranks, which got equally far."""
+        while self._flying:
+            unit, event = self._flying.popleft()
+            self._run.finish(self._run.ops(unit, event, "reduce"))
+        self.open = self.interrupted = False
+        self.closed = self.passes = 0
+        self._gathering.release_all()
 
     def next_micro_batch(self) -> None:
         """``step()`` was called."""
