@@ -9,6 +9,7 @@ element's own history; :func:`probe` finds out by trying.
 from __future__ import annotations
 
 import inspect
+import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -171,6 +172,8 @@ class Tiles:
                         optimizer.state.update({piece.param: _cut_state(state, piece)} if state else {})
                         mine.append(piece.param)
             group["params"] = mine
+        self._stepping = False
+        optimizer.register_step_pre_hook(_only_by_the_engine(weakref.ref(self)))
         self.of_param = {piece.home.name: piece for pieces in self.pieces.values() for piece in pieces}
 
     def _refuse_strangers(self, homes: dict[nn.Parameter, ParameterHome]) -> None:
@@ -214,11 +217,20 @@ class Tiles:
                     shown[piece.group].append(piece.param)
         if not any(shown):
             return
-        with _showing(self.optimizer, shown):
-            self.optimizer.step()
+        self._stepping = True
+        try:
+            with _showing(self.optimizer, shown):
+                self.optimizer.step()
+        finally:
+            self._stepping = False
         for params in shown:
             for param in params:
                 param.grad = None
+
+    @property
+    def stepping(self) -> bool:
+        """Is the engine stepping the optimizer just now?"""
+        return self._stepping
 
     def moments(self) -> int:
         """Bytes of the states that have one element per weight."""
@@ -228,6 +240,17 @@ class Tiles:
                 if isinstance(value, torch.Tensor) and value.shape == param.shape:
                     total += value.numel() * value.element_size()
         return total
+
+
+def _only_by_the_engine(tiles: weakref.ref[Tiles]) -> Callable[..., None]:
+    """A step hook: the optimizer's own ``step()`` would find no gradients and train nothing in silence."""
+
+    def refuse(*_: Any) -> None:
+        owner = tiles()
+        if owner is not None and not owner.stepping:
+            raise EngineError("optimizer.step() was called by hand; call engine.step(), which steps it at the boundary")
+
+    return refuse
 
 
 def _cut_state(state: dict[str, Any], piece: Piece) -> dict[str, Any]:

@@ -71,7 +71,7 @@ def _refuse_writes(listed: list[nn.Parameter], versions: list[int]) -> None:
     written = [
         home.name
         for param, version in zip(listed, versions, strict=True)
-        if (home := home_of(param)) is not None and param._version != version
+        if (home := home_of(param)) is not None and (param._version != version or _differs(home))
     ]
     told: list[list[str]] = [written]
     if world_size() > 1:
@@ -83,6 +83,15 @@ def _refuse_writes(listed: list[nn.Parameter], versions: list[int]) -> None:
                 f"rank {rank} wrote parameter {names[0]!r} inside gathered(...), and the write would be lost; "
                 "pass write_rank= to say whose values count"
             )
+
+
+def _differs(home: object) -> bool:
+    """Is this rank's part of a gathered parameter not what its shard says? A write through ``.data`` leaves no other sign."""
+    if not isinstance(home, ParameterHome) or not home.weights.cut:
+        return False
+    local, start = home.local()
+    read = home.values().reshape(-1)[start : start + local.numel()]
+    return not torch.equal(read.view(torch.uint8), local.view(torch.uint8))
 
 
 def _share_writes(listed: list[nn.Parameter], write_rank: int) -> None:
