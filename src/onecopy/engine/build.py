@@ -17,7 +17,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from onecopy.comm.collectives import Edge, Message, edge_for
+from onecopy.comm.collectives import Edge, Exchange, Message, edge_for
 from onecopy.comm.groups import Ranks, ensure_process_group, form_groups, world_size
 from onecopy.comm.shared import open_shared
 from onecopy.engine.deferred import materialise_meta, whole_values
@@ -302,11 +302,14 @@ def _shared_edges(schedule: Schedule, ranks: Ranks, ledger: Ledger) -> tuple[tup
     for buffer in schedule.buffers:
         elements, wire, kept = buffer.layout.shard, itemsize(buffer.reduce_codec), itemsize(buffer.accumulate_codec)
         shard = max(shard, elements * itemsize(buffer.dtype))
-        # What is reduced may be spread after, in the codec that sums are kept in.
-        piece = max(piece, elements * max(wire * peers, kept))
+        if buffer.trainable:
+            # What is reduced may be spread after, in the codec that sums are kept in.
+            piece = max(piece, elements * max(wire * peers, kept))
     gather = open_shared(ranks.gather, ledger.sent, shard, units.prefetch + 2)
     if gather is None:
         return None
+    if not piece:
+        return (gather, Exchange(ranks.reduce, ledger.sent)), gather.bytes
     reduce = open_shared(ranks.reduce, ledger.sent, piece, units.reduce_ahead + 2)
     return None if reduce is None else ((gather, reduce), gather.bytes + reduce.bytes)
 
