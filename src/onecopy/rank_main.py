@@ -11,11 +11,13 @@ import sys
 # This file's folder came first on the path; its modules must not shadow the standard library's of the same names.
 del sys.path[0]
 
+import atexit  # noqa: E402
 import faulthandler  # noqa: E402
 import json  # noqa: E402
 import os  # noqa: E402
 import runpy  # noqa: E402
 import signal  # noqa: E402
+import threading  # noqa: E402
 import time  # noqa: E402
 import traceback  # noqa: E402
 
@@ -32,6 +34,9 @@ def main() -> None:
         else:
             sys.path.insert(0, os.path.dirname(os.path.abspath(sys.argv[0])))
             runpy.run_path(sys.argv[0], run_name="__main__")
+    except SystemExit as end:
+        if end.code not in (None, 0):
+            raise
     except KeyboardInterrupt:
         # Ctrl-C reaches every process of the terminal, and once more through the launcher, which says it for all.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -43,6 +48,20 @@ def main() -> None:
         _write_failure(path, error)
         sys.stdout.flush()
         sys.exit(1)
+    _leave()
+
+
+def _leave() -> None:
+    """End well: everything that a Python program does at its end, except taking the interpreter down.
+
+    A thread of torch.distributed may still be letting go of the last collective's tensors. When it needs the interpreter
+    for that while the interpreter goes down, the process aborts, and a job whose work is all done would count as failed.
+    """
+    threading._shutdown()  # type: ignore[attr-defined]  # waits for threads that are not daemons, ends idle pools
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
 
 
 def _write_failure(path: str, error: Exception) -> None:

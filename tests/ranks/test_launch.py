@@ -56,6 +56,20 @@ def test_a_module_runs_as_with_python_m(tmp_path: Path) -> None:
     assert done.returncode == 0 and done.stdout == "module __main__ ['a']\n", done.stderr
 
 
+def test_the_end_of_a_script_is_that_of_a_program(tmp_path: Path) -> None:
+    """Threads are waited for, pools are ended, exit functions run, output is flushed, ``sys.exit()`` is success."""
+    body = """
+        import atexit, concurrent.futures, sys, threading, time
+        atexit.register(print, "exit function")
+        pool = concurrent.futures.ThreadPoolExecutor(1)
+        pool.submit(print, "pool")
+        threading.Thread(target=lambda: (time.sleep(0.3), print("thread"))).start()
+        sys.exit()
+    """
+    done = launch("--nproc", "1", script(tmp_path, body), cwd=tmp_path)
+    assert done.returncode == 0 and done.stdout.split("\n") == ["pool", "thread", "exit function", ""], done.stderr
+
+
 FAILING = """
     import os, time
     def broken(rank):
