@@ -17,6 +17,7 @@ from onecopy.checkpoint.load import Loaded, load
 from onecopy.checkpoint.save import save
 from onecopy.checkpoint.whole import full_state_dict
 from onecopy.engine.build import Core
+from onecopy.engine.parameter import home_of
 from onecopy.engine.precision import LossScaler
 from onecopy.engine.step import raise_at_floor
 from onecopy.errors import EngineError
@@ -209,6 +210,7 @@ class Engine(nn.Module):
                         f"parameter {thawed[0]!r} was frozen when the engine was made and requires gradients now; close "
                         "the engine and initialize again to train it"
                     )
+        self._refuse_strangers()
         gradient = core.memory.live["gradient"]
         verdict = stepper.agree(self._scaler.scale)
         if verdict.empty:
@@ -285,6 +287,15 @@ class Engine(nn.Module):
         missing or damaged, or the model is another one; the engine is then as it was.
         """
         return load(self, directory, tag, optimizer_states, scheduler_states, strict, patience)
+
+    def _refuse_strangers(self) -> None:
+        """A parameter that joined the model after initialize would never be stepped."""
+        for name, param in self.module.named_parameters():
+            if home_of(param) is None and param.numel() and param.requires_grad:
+                raise EngineError(
+                    f"parameter {name!r} joined the model after the engine was made and would not be trained; close the "
+                    "engine and initialize again"
+                )
 
     # Ledgers
 
