@@ -11,6 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from onecopy.comm.watch import set_patience
 from onecopy.engine import inspect
 from onecopy.engine.build import build_core, default_device
 from onecopy.engine.engine import Engine
@@ -39,6 +40,7 @@ def initialize(
     optimizer: Optimizer | Callable[[list[nn.Parameter]], Optimizer] | None = None,
     scheduler: LRScheduler | Callable[[Optimizer], LRScheduler] | None = None,
     device: torch.device | str | None = None,
+    patience: float | None = None,
     engine_class: type[E] = Engine,  # type: ignore[assignment]
 ) -> E:
     """Shard ``model`` by ``plan`` (default: ``stage(2)``) and return the engine that trains it. Collective.
@@ -46,11 +48,15 @@ def initialize(
     ``optimizer``: a torch optimizer built on ``model.parameters()``, or a function from the list of trainable parameters
     to one; without either, the plan's recipe; with none at all the engine only runs forward. ``scheduler``: an LR
     schedule on that optimizer, or a function from the optimizer to one; it ticks once per step taken. ``device``:
-    default this rank's accelerator, else the CPU. Rank 0's weights and buffers become everybody's.
+    default this rank's accelerator, else the CPU. ``patience``: seconds that ranks wait for each other before the job ends
+    with a :class:`~onecopy.errors.HangError` that says where each is; default ``ONECOPY_PATIENCE`` from the environment,
+    else 30 on the CPU and 600 on an accelerator. Rank 0's weights and buffers become everybody's.
 
     Raises, on every rank: :class:`~onecopy.errors.PlanError` for a plan or optimizer that cannot train this model,
     :class:`~onecopy.errors.RankMismatchError` when ranks were given different ones.
     """
+    if patience is not None:
+        set_patience(patience)
     where = torch.device(device) if device is not None else default_device()
     core = build_core(model, plan if plan is not None else stage(2), optimizer, scheduler, where)
     return engine_class(model, core)

@@ -10,6 +10,7 @@ __all__ = [
     "CheckpointError",
     "ConfigError",
     "EngineError",
+    "HangError",
     "OneCopyError",
     "PlanError",
     "RankMismatchError",
@@ -35,6 +36,10 @@ class EngineError(OneCopyError, RuntimeError):
 
 class RankMismatchError(EngineError):
     """Ranks disagree about the model, the plan or the call they are in: make them the same."""
+
+
+class HangError(EngineError):
+    """Ranks waited for each other in vain: the message says where each of them is. The job cannot go on."""
 
 
 class ShardedReadError(EngineError):

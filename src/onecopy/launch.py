@@ -180,13 +180,14 @@ def _no_logs() -> Iterator[None]:
 
 
 def _first(failures: dict[int, ProcessFailure]) -> Failure:
-    """The failure that caused the others: the earliest with an error file, then the earliest that was not ended by
-    the agent's own SIGTERM."""
+    """The failure that caused the others: not that of a rank which the agent ended, nor, if there is another, of one that
+    waited for a lost one; then the earliest with an error file, then one without."""
 
-    def order(rank: int) -> tuple[bool, bool, int]:
+    def order(rank: int) -> tuple[bool, bool, bool, int]:
         extra = _extra(failures[rank])
-        ended = failures[rank].exitcode in (-signal.SIGTERM, -signal.SIGKILL)
-        return "nanoseconds" not in extra, ended, extra.get("nanoseconds", failures[rank].timestamp)
+        ended = failures[rank].exitcode == -signal.SIGTERM
+        time_ns = extra.get("nanoseconds", failures[rank].timestamp)
+        return ended, _is_victim(extra), "nanoseconds" not in extra, time_ns
 
     rank, *after = sorted(failures, key=order)
     found, extra = failures[rank], _extra(failures[rank])
@@ -194,11 +195,20 @@ def _first(failures: dict[int, ProcessFailure]) -> Failure:
         message = extra.get("text", "")
     elif found.exitcode < 0:
         message = f"ended by signal {-found.exitcode} ({signal.Signals(-found.exitcode).name})"
+        if found.exitcode == -signal.SIGKILL:
+            total = psutil.virtual_memory().total / 2**30
+            message += f"; if nobody killed it, this host ran out of memory (it has {total:.0f} GiB)"
     else:
         message = f"ended itself with exit code {found.exitcode}"
     own = tuple(r for r in after if failures[r].exitcode != -signal.SIGTERM)
     classes = tuple(extra.get("classes", ()))
     return Failure(rank, found.pid, found.exitcode, message, extra.get("py_callstack", ""), classes, own)
+
+
+def _is_victim(extra: dict[str, Any]) -> bool:
+    """Did this rank only notice that another one was lost?"""
+    lost = "Connection closed by peer", "Connection reset by peer"
+    return "onecopy.errors.HangError" in extra.get("classes", ()) or any(word in extra.get("text", "") for word in lost)
 
 
 def _extra(failure: ProcessFailure) -> dict[str, Any]:

@@ -258,7 +258,8 @@ def _cut_state(state: dict[str, Any], piece: Piece) -> dict[str, Any]:
     shape, stop = piece.home.shape, piece.offset + piece.stop - piece.start
     return {
         key: value.reshape(-1)[piece.offset : stop].clone()
-        if isinstance(value, torch.Tensor) and value.shape == shape
+        # Of a parameter without dimensions, torch's step counter has the shape too.
+        if isinstance(value, torch.Tensor) and value.shape == shape and key != "step"
         else value
         for key, value in state.items()
     }

@@ -46,6 +46,7 @@ def main() -> None:
         if not path:
             raise
         _write_failure(path, error)
+        _tell_others(error)
         sys.stdout.flush()
         sys.exit(1)
     _leave()
@@ -67,6 +68,7 @@ def _leave() -> None:
 def _write_failure(path: str, error: Exception) -> None:
     """The error file torchrun's agent reads, with two more fields: when, to the nanosecond, because ranks fail within
     the same second, and the classes of the error, so that the launcher can tell bad input from a crash."""
+    nanoseconds = time.time_ns()
     frames = error.__traceback__
     while frames is not None and _is_machinery(frames.tb_frame.f_code.co_filename):
         frames = frames.tb_next
@@ -74,12 +76,19 @@ def _write_failure(path: str, error: Exception) -> None:
     extra = {
         "py_callstack": shown,
         "timestamp": str(int(time.time())),
-        "nanoseconds": time.time_ns(),
+        "nanoseconds": nanoseconds,
         "classes": [f"{cls.__module__}.{cls.__qualname__}" for cls in type(error).__mro__],
         "text": str(error),
     }
     with open(path, "w") as file:
         json.dump({"message": {"message": f"{type(error).__name__}: {error}", "extraInfo": extra}}, file)
+
+
+def _tell_others(error: Exception) -> None:
+    """Ranks that wait for this one shall hear why it does not come, if the script got as far as using onecopy."""
+    watch = sys.modules.get("onecopy.comm.watch")
+    if watch is not None:
+        watch.tell_failure(error)
 
 
 def _is_machinery(filename: str) -> bool:

@@ -100,7 +100,7 @@ def test_the_rank_that_failed_first_is_blamed(tmp_path: Path) -> None:
             raise RuntimeError("cause")
         while not os.path.exists("mark"):
             time.sleep(0.001)
-        time.sleep(0.01)
+        time.sleep(0.2)
         raise RuntimeError("consequence")
     """
     done = launch("--nproc", "2", script(tmp_path, body), cwd=tmp_path)

@@ -18,12 +18,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from onecopy.checkpoint import meeting, store
+from onecopy.checkpoint import store
 from onecopy.checkpoint.format import Manifest, Parameter, State, Stored, decode, parse
 from onecopy.checkpoint.match import Differences, Match, groups_here, match
 from onecopy.checkpoint.modules import extra_modules, persistent_buffers
 from onecopy.checkpoint.save import check_at_rest
 from onecopy.checkpoint.tensors import Reader
+from onecopy.comm import meeting
 from onecopy.engine.weights import Weights
 from onecopy.errors import CheckpointError
 from onecopy.optim import Piece
@@ -55,10 +56,10 @@ def load(
     optimizer_states: bool,
     scheduler_states: bool,
     strict: bool,
-    patience: float,
+    patience: float | None,
 ) -> Loaded:
     """See :meth:`onecopy.Engine.load`."""
-    meeting.meet("load", f"{engine.global_steps}.{engine.micro_steps}", patience)
+    meeting.meet("load", f"{engine.global_steps}.{engine.micro_steps}", patience, CheckpointError)
     meeting.same("what to load", (tag, optimizer_states, scheduler_states, strict))
     meeting.together(lambda: check_at_rest(engine, "load"))
     found = meeting.from_rank0(lambda: store.find(Path(directory), tag))
@@ -166,7 +167,7 @@ class Loading:
     def read(self) -> None:
         """Fill weights, master weights, moments and buffers."""
         self.core.gathering.release_all()
-        with torch.no_grad():
+        with torch.no_grad(), self.core.run.writing():
             for weights in self._buffers():
                 weights.notice_writes()  # or the next step would take what somebody wrote before for newer than this
                 for slot in self._slots(weights):

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from onecopy.checkpoint.format import Manifest, Parameter, Stored
-from onecopy.checkpoint.meeting import tell
 from onecopy.checkpoint.modules import extra_modules, persistent_buffers
+from onecopy.comm.meeting import tell
 
 if TYPE_CHECKING:
     from onecopy.engine.engine import Engine

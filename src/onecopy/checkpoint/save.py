@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from onecopy.checkpoint import meeting
 from onecopy.checkpoint.format import (
     VERSION,
     Group,
@@ -37,6 +36,7 @@ from onecopy.checkpoint.format import (
 from onecopy.checkpoint.modules import extra_modules, persistent_buffers
 from onecopy.checkpoint.store import Draft, check_tag
 from onecopy.checkpoint.tensors import file_bytes, write_tensors
+from onecopy.comm import meeting
 from onecopy.engine.weights import Weights
 from onecopy.errors import CheckpointError
 
@@ -79,11 +79,11 @@ def save(
     tag: str | None,
     client_state: dict[str, Any] | None,
     latest: bool,
-    patience: float,
+    patience: float | None,
 ) -> str:
     """See :meth:`onecopy.Engine.save`."""
     call = f"{engine.global_steps}.{engine.micro_steps}"
-    meeting.meet("save", call, patience)
+    meeting.meet("save", call, patience, CheckpointError)
     named = tag if tag is not None else f"step{engine.global_steps:08d}"
     meeting.same("the tag of the checkpoint", named)
     prepared = meeting.together(lambda: _prepare(engine, named, client_state))

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from onecopy.checkpoint.meeting import my_rank
 from onecopy.checkpoint.modules import persistent_buffers
+from onecopy.comm.meeting import my_rank
 
 if TYPE_CHECKING:
     from onecopy.engine.engine import Engine

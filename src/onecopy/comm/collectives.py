@@ -14,8 +14,11 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
+from onecopy.comm.watch import waiting
+
 __all__ = ["OVER_WIRE", "Edge", "Exchange", "Message", "Native", "Pending", "edge_for", "sum_into"]
 
+_ALL_REDUCES = {"vote": "the vote of engine.step()", "sum": "the sum over the groups of ranks"}
 _KINDS = ("gather", "spread", "reduce")
 # Data that could not go the way its message announced is sent under the message's tag with this bit set.
 OVER_WIRE = 1 << 11
@@ -26,21 +29,30 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 
 
 class Pending:
-    """A collective under way: ``wait()`` until its result may be read on the current stream."""
+    """A collective under way: ``wait()`` until its result may be read on the current stream.
 
-    __slots__ = ("_finish", "_keep", "_works")
+    ``what`` is printed when the wait is in vain.
+    """
 
-    def __init__(self, works: list[Any], finish: Callable[[], None] | None = None, keep: Any = None) -> None:
+    __slots__ = ("_finish", "_keep", "_what", "_works")
+
+    def __init__(self, works: list[Any], what: Any, finish: Callable[[], None] | None = None, keep: Any = None) -> None:
         self._works = works
+        self._what = what
         self._finish = finish
         # Buffers the collective reads or writes, kept from being freed under it.
         self._keep = keep
 
     def wait(self) -> None:
-        """Blocks the caller on gloo, the current stream on an accelerator. Calling it again does nothing."""
+        """Blocks the caller on gloo, the current stream on an accelerator. Calling it again does nothing.
+
+        Raises :class:`~onecopy.errors.HangError` when the others do not come.
+        """
         works, self._works = self._works, []
-        for work in works:
-            work.wait()
+        if works:
+            with waiting(self._what):
+                for work in works:
+                    work.wait()
         finish, self._finish = self._finish, None
         if finish is not None:
             finish()
@@ -52,15 +64,20 @@ class Message:
 
     All ranks count alike, so two ranks that disagree about what they are doing never pair two different things.
     ``kind`` is what the traffic is booked under; a buffer that spreads gradients beside parameters says ``second``.
+    ``unit`` is for people.
     """
 
-    __slots__ = ("_name", "_sent", "kind")
+    __slots__ = ("_name", "_sent", "_unit", "kind")
 
-    def __init__(self, kind: str, engine: int, index: int, second: bool = False) -> None:
+    def __init__(self, kind: str, engine: int, index: int, unit: str, second: bool = False) -> None:
         self.kind = kind
+        self._unit = unit
         place = len(_KINDS) if second else _KINDS.index(kind)
         self._name = (place << 29) | ((engine & 0x1F) << 24) | ((index & 0xFFF) << 12)
         self._sent = 0
+
+    def __str__(self) -> str:
+        return f"the {self.kind} of unit {self._unit!r}"
 
     def tag(self) -> int:
         """The next message's number, below 2**31; the bit of :data:`OVER_WIRE` is not set."""
@@ -95,7 +112,7 @@ class Native:
 
     def gather(self, full: torch.Tensor, shard: torch.Tensor, message: Message) -> Pending:
         self._sent(message.kind, shard.numel() * (self._group.size() - 1), shard.dtype)
-        return Pending([_all_gather(full, shard, group=self._group, async_op=True)], keep=(full, shard))
+        return Pending([_all_gather(full, shard, group=self._group, async_op=True)], message, keep=(full, shard))
 
     def reduce(self, full: torch.Tensor, out: torch.Tensor, message: Message, add: bool = False) -> Pending:
         index, count = self._group.rank(), self._group.size()
@@ -111,7 +128,7 @@ class Native:
             elif not direct:
                 out.copy_(own)
 
-        return Pending([work], finish, keep=(full, out))
+        return Pending([work], message, finish, keep=(full, out))
 
     def all_reduce(self, tensor: torch.Tensor, kind: str, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> None:
         _all_reduce(self._group, self._sent, tensor, kind, op)
@@ -140,10 +157,10 @@ class Exchange:
         if own.data_ptr() != shard.data_ptr():
             own.copy_(shard)
         if full.device.type != "cpu":
-            return self._staged_gather(pieces, shard, tag)
+            return self._staged_gather(pieces, shard, message, tag)
         works = [self._group.send([own], peer, tag) for peer in self._peers]
         works += [self._group.recv([pieces[peer]], peer, tag) for peer in self._peers]
-        return Pending(works, keep=full)
+        return Pending(works, message, keep=full)
 
     def reduce(self, full: torch.Tensor, out: torch.Tensor, message: Message, add: bool = False) -> Pending:
         tag = message.tag()
@@ -159,12 +176,12 @@ class Exchange:
             terms.insert(self._index, pieces[self._index])
             sum_into(out, [term.to(out.device) for term in terms], add)
 
-        return Pending(works, finish, keep=(full, source, arrived, out))
+        return Pending(works, message, finish, keep=(full, source, arrived, out))
 
     def all_reduce(self, tensor: torch.Tensor, kind: str, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> None:
         _all_reduce(self._group, self._sent, tensor, kind, op)
 
-    def _staged_gather(self, pieces: torch.Tensor, shard: torch.Tensor, tag: int) -> Pending:
+    def _staged_gather(self, pieces: torch.Tensor, shard: torch.Tensor, message: Message, tag: int) -> Pending:
         sent = shard.cpu()
         arrived = {peer: torch.empty(shard.shape, dtype=shard.dtype) for peer in self._peers}
         works = [self._group.send([sent], peer, tag) for peer in self._peers]
@@ -174,7 +191,7 @@ class Exchange:
             for peer, piece in arrived.items():
                 pieces[peer].copy_(piece)
 
-        return Pending(works, finish, keep=(pieces, sent, arrived))
+        return Pending(works, message, finish, keep=(pieces, sent, arrived))
 
 
 def sum_into(out: torch.Tensor, terms: list[torch.Tensor], add: bool) -> None:
@@ -202,7 +219,8 @@ def sum_into(out: torch.Tensor, terms: list[torch.Tensor], add: bool) -> None:
 def _all_reduce(group: dist.ProcessGroup, sent: Sent, tensor: torch.Tensor, kind: str, op: dist.ReduceOp.RedOpType) -> None:
     # Ring or tree, an all-reduce sends each element about twice.
     sent(kind, 2 * tensor.numel() * (group.size() - 1) // group.size(), tensor.dtype)
-    dist.all_reduce(tensor, op=op, group=group)
+    with waiting(_ALL_REDUCES[kind]):
+        dist.all_reduce(tensor, op=op, group=group)
 
 
 def edge_for(group: dist.ProcessGroup | None, sent: Sent) -> Edge | None:

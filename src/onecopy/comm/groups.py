@@ -5,14 +5,18 @@ from __future__ import annotations
 import atexit
 import os
 from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous
 
-from onecopy.errors import EngineError
+from onecopy.comm import watch
+from onecopy.errors import EngineError, HangError
 from onecopy.plan.layout import Mesh
 
-__all__ = ["Ranks", "ensure_process_group", "form_groups", "world_size"]
+__all__ = ["Ranks", "control", "ensure_process_group", "everybody", "form_groups", "world_size"]
 
 _LAUNCH = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -33,11 +37,29 @@ def ensure_process_group(device: torch.device) -> None:
             f"WORLD_SIZE is {os.environ['WORLD_SIZE']} but {', '.join(missing)} not set, so the ranks cannot meet; "
             "start the script with `onecopy launch` or torchrun, or call torch.distributed.init_process_group first"
         )
+    store, rank, world = _find_store()
+    # The caller's own collectives have torch's patience: a rank may prepare data while the others wait at a barrier.
+    how: dict[str, Any] = {"store": store, "rank": rank, "world_size": world}
     if device.type == "cpu":
-        dist.init_process_group("gloo")
+        dist.init_process_group("gloo", **how)
     else:
-        dist.init_process_group(dist.get_default_backend_for_device(device), device_id=device)
+        dist.init_process_group(dist.get_default_backend_for_device(device), device_id=device, **how)
     _started.append(dist.group.WORLD)
+
+
+def _find_store() -> tuple[Any, int, int]:
+    """The launcher's store with this rank's place in it, when all ranks have come to it.
+
+    Ranks start apart: each imports its script, and one may build a file cache for all. They get ten times the patience.
+    """
+    seconds = 10 * watch.patience()
+    store, rank, world = next(rendezvous("env://", timeout=timedelta(seconds=seconds)))
+    missing = watch.arrive(store, "onecopy/start", rank, world, seconds)
+    if missing:
+        raise HangError(
+            f"ranks {missing} of {world} did not reach onecopy within {seconds:g} s of rank {rank}; do all start?"
+        )
+    return store, rank, world
 
 
 # Default groups that were started here, not by the caller.
@@ -47,14 +69,15 @@ _started: list[object] = []
 @atexit.register
 def _leave() -> None:
     """Take down what was made here before the interpreter does: a group's threads must not outlive its owner."""
+    watch.tell_end()
     if not (dist.is_available() and dist.is_initialized()):
         return
-    for world, ranks in _FORMED.values():
-        if world is dist.group.WORLD:
-            for group in (ranks.gather, ranks.reduce, ranks.across):
-                if group is not None:
-                    dist.destroy_process_group(group)
+    made = [group for world, group in _CONTROL if world is dist.group.WORLD]
+    made += [g for world, r in _FORMED.values() if world is dist.group.WORLD for g in (r.gather, r.reduce, r.across) if g]
+    for group in made:
+        dist.destroy_process_group(group)
     _FORMED.clear()
+    _CONTROL.clear()
     if dist.group.WORLD in _started:
         dist.destroy_process_group()
 
@@ -62,6 +85,24 @@ def _leave() -> None:
 def world_size() -> int:
     """Ranks of the default process group; 1 when there is none."""
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+
+# The default group, and the one of the same ranks that is made under it.
+_CONTROL: list[tuple[object, dist.ProcessGroup]] = []
+
+
+def control() -> dist.ProcessGroup | None:
+    """A gloo group of all ranks for what is agreed on the host, with the job's patience; None on one rank.
+
+    Made at its first use, which is collective; all ranks are known to be there by then (``meeting.meet``).
+    """
+    if world_size() == 1:
+        return None
+    if not _CONTROL or _CONTROL[0][0] is not dist.group.WORLD:
+        with watch.waiting("the group of all ranks"):
+            group = dist.new_group(backend="gloo", timeout=watch.group_timeout())
+        _CONTROL[:] = [(dist.group.WORLD, group)]
+    return _CONTROL[0][1]
 
 
 @dataclass(frozen=True)
@@ -92,37 +133,46 @@ class Ranks:
 
 
 # Groups by mesh, for the default group they were made under: engines of one process share them.
-_FORMED: dict[Mesh, tuple[object, Ranks]] = {}
+_FORMED: dict[tuple[Mesh, torch.device, float], tuple[object, Ranks]] = {}
 
 
 def form_groups(mesh: Mesh, device: torch.device) -> Ranks:
     """The groups of ``mesh``, made at its first use; collective over all ranks, which must call it with the same mesh."""
     if mesh.world == 1:
         return Ranks(0, mesh, device)
-    world, ranks = _FORMED.get(mesh, (None, None))
-    if world is not dist.group.WORLD or ranks is None or ranks.device != device:
+    key = mesh, device, watch.patience()
+    world, ranks = _FORMED.get(key, (None, None))
+    if world is not dist.group.WORLD or ranks is None:
         ranks = _form(mesh, device)
-        _FORMED[mesh] = (dist.group.WORLD, ranks)
+        _FORMED[key] = (dist.group.WORLD, ranks)
     return ranks
 
 
 def _form(mesh: Mesh, device: torch.device) -> Ranks:
-    rank = dist.get_rank()
+    rank, timeout = dist.get_rank(), watch.group_timeout()
     rows = [[group * mesh.within + member for member in range(mesh.within)] for group in range(mesh.across)]
     columns = [list(column) for column in zip(*rows, strict=True)]
     gather = reduce = across = None
     if mesh.within > 1:
-        gather, reduce = _mine(rows, rank), _mine(rows, rank)
+        gather, reduce = _mine(rows, rank, timeout), _mine(rows, rank, timeout)
     if mesh.across > 1:
-        across = _mine(columns, rank)
+        across = _mine(columns, rank, timeout)
     return Ranks(rank, mesh, device, gather, reduce, across)
 
 
-def _mine(groups: list[list[int]], rank: int) -> dist.ProcessGroup | None:
+def everybody(device: torch.device) -> dist.ProcessGroup | None:
+    """The group of all ranks for tensors on ``device``; None on one rank."""
+    if device.type == "cpu" or world_size() == 1:
+        return control()
+    return dist.group.WORLD
+
+
+def _mine(groups: list[list[int]], rank: int, timeout: timedelta) -> dist.ProcessGroup | None:
     """Every rank takes part in making every group; each keeps the one it is in."""
     mine = None
     for members in groups:
-        group = dist.new_group(members)
+        with watch.waiting(f"the group of ranks {members}"):
+            group = dist.new_group(members, timeout=timeout)
         if rank in members:
             mine = group
     return mine

@@ -1,8 +1,11 @@
-"""The edge between ranks of one host that compute on the CPU: pieces go through shared memory.
+"""The edges between ranks of one host that compute on the CPU: pieces go through memory that they all map.
 
-Each rank owns an arena of a few slots that its peers map. A message is copied into a slot, a token of two numbers is
-sent over gloo, and the peers read the slot in place: a gather copies it into the full buffer, a reduce sums from it.
-Sockets carry nothing but tokens, so waiting and timing out stay gloo's, and the kernel copies no parameters.
+:class:`Shared` sends messages. Each rank owns an arena of a few slots. A message is copied into a slot, a token of two
+numbers is sent over gloo, and the peers read the slot in place: a gather copies it into the full buffer, a reduce sums
+from it. Sockets carry nothing but tokens, so waiting and timing out stay gloo's, and the kernel copies no parameters.
+
+:class:`Shelf` holds what rests cut: every rank's shards, readable by all. To gather is then to read, and the others
+need not be there: ranks may run different parts of a model, or a model different numbers of times, between two writes.
 """
 
 from __future__ import annotations
@@ -10,7 +13,11 @@ from __future__ import annotations
 import contextlib
 import mmap
 import os
+import threading
+import time
 import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,12 +25,16 @@ import torch
 import torch.distributed as dist
 
 from onecopy.comm.collectives import OVER_WIRE, Exchange, Message, Pending, Sent, sum_into
+from onecopy.comm.watch import patience, waiting
 
-__all__ = ["Shared", "open_shared"]
+__all__ = ["Shared", "Shelf", "open_shared", "open_shelf"]
 
 _FOLDER = Path("/dev/shm")
 _WORD = 8
 _ALIGN = 64
+# Cells in a shelf's head, and the seconds between looks at a peer's.
+_ARRIVED, _WRITTEN, _PID = 0, 1, 2
+_PAUSE = 5e-5
 
 
 @dataclass(frozen=True)
@@ -72,7 +83,7 @@ class Shared:
             for send in sends:
                 send.wait()
 
-        return Pending(works, finish, keep=(full, shard))
+        return Pending(works, message, finish, keep=(full, shard))
 
     def reduce(self, full: torch.Tensor, out: torch.Tensor, message: Message, add: bool = False) -> Pending:
         """See :class:`~onecopy.comm.collectives.Edge`."""
@@ -103,7 +114,7 @@ class Shared:
             for send in sends:
                 send.wait()
 
-        return Pending(works, finish, keep=(full, out, tokens))
+        return Pending(works, message, finish, keep=(full, out, tokens))
 
     def all_reduce(self, tensor: torch.Tensor, kind: str, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> None:
         """See :class:`~onecopy.comm.collectives.Edge`."""
@@ -163,29 +174,140 @@ class Shared:
             self._arenas[self._index].read[peer * self._slots + slot] = number
 
 
+class Shelf:
+    """The shards of one engine, on the ranks of ``group``.
+
+    ============  ======================================================================================
+    ``shards``    this rank's, by buffer
+    arrived       how many writes this rank has come to: in its order of events, everything before that
+                  write is done, reading others' shards included
+    written       how many writes this rank has completed
+    ============  ======================================================================================
+
+    Writes happen in the same order on every rank. A writer waits until all ranks have come to the same write, a reader
+    until all ranks have completed the last write that it completed itself; so a rank reads what it would in a run where
+    everybody is in step. Both find that true without a wait unless a rank is behind.
+    """
+
+    def __init__(
+        self, group: dist.ProcessGroup, sent: Sent, heads: list[memoryview], shards: list[list[torch.Tensor]]
+    ) -> None:
+        self._sent = sent
+        self._index = group.rank()
+        self._peers = [peer for peer in range(group.size()) if peer != self._index]
+        self._heads = heads
+        self._all = shards
+        self.shards = shards[self._index]
+        self._depth = 0
+        self._fence = threading.Lock()
+        # Peers whose process numbers mean something here: not in another container's PID namespace.
+        self._visible = {peer for peer in self._peers if os.path.exists(f"/proc/{heads[peer][_PID]}")}
+
+    def gather(self, full: torch.Tensor, shard: torch.Tensor, message: Message, index: int) -> Pending:
+        """Read every rank's shard of buffer ``index`` into ``full``; it is there after ``wait()``."""
+        self._sent(message.kind, shard.numel() * len(self._peers), shard.dtype)
+
+        def finish() -> None:
+            self._await(_WRITTEN, self._heads[self._index][_WRITTEN], message)
+            for rank, piece in enumerate(full.view(len(self._all), -1).unbind()):
+                piece.copy_(self._all[rank][index])
+
+        return Pending([], message, finish, keep=(full, shard))
+
+    @contextmanager
+    def writing(self) -> Iterator[None]:
+        """Around a change of this rank's shards that every rank makes to its own. Nested uses are one write."""
+        self._depth += 1
+        mine = self._heads[self._index]
+        try:
+            if self._depth == 1:
+                mine[_ARRIVED] += 1
+                self._await(_ARRIVED, mine[_ARRIVED], "the others to change their shards of the parameters too")
+            yield
+        finally:
+            self._depth -= 1
+            if self._depth == 0:
+                with self._fence:  # what was written is seen before the count
+                    mine[_WRITTEN] = mine[_ARRIVED]
+
+    def _await(self, cell: int, number: int, what: object) -> None:
+        """Wait until every peer's count in ``cell`` is ``number`` or more."""
+        behind = [peer for peer in self._peers if self._heads[peer][cell] < number]
+        if not behind:
+            return
+        with waiting(what):
+            limit = time.monotonic() + patience()
+            while behind:
+                time.sleep(_PAUSE)
+                behind = [peer for peer in behind if self._heads[peer][cell] < number]
+                gone = [peer for peer in behind if not self._alive(peer)]
+                if gone or time.monotonic() > limit:
+                    raise RuntimeError("a process is gone" if gone else "time is up")
+
+    def _alive(self, peer: int) -> bool:
+        """Does the process of ``peer`` run, as far as it can be seen?"""
+        return peer not in self._visible or os.path.exists(f"/proc/{self._heads[peer][_PID]}")
+
+
+def open_shelf(group: dist.ProcessGroup, sent: Sent, shards: list[tuple[int, torch.dtype]]) -> Shelf | None:
+    """A :class:`Shelf` with shards of (elements, dtype), or None when not all ranks can map each other's memory.
+
+    Collective over ``group``; see :func:`open_shared`.
+    """
+    starts, size = [], _ALIGN
+    for elements, dtype in shards:
+        starts.append(size)
+        size += -(-elements * dtype.itemsize // _ALIGN) * _ALIGN
+    maps = _map_all(group, size)
+    if maps is None:
+        return None
+    heads = [memoryview(mapped)[:_ALIGN].cast("q") for mapped in maps]
+    heads[group.rank()][_PID] = os.getpid()
+    with waiting("shared memory between the ranks"):
+        dist.barrier(group)  # everybody's process number is there
+    whole = [torch.frombuffer(mapped, dtype=torch.uint8) for mapped in maps]
+    cut = [
+        [
+            bytes_[start : start + elements * dtype.itemsize].view(dtype)
+            for start, (elements, dtype) in zip(starts, shards, strict=True)
+        ]
+        for bytes_ in whole
+    ]
+    return Shelf(group, sent, heads, cut)
+
+
 def open_shared(group: dist.ProcessGroup, sent: Sent, slot_bytes: int, slots: int) -> Shared | None:
     """A :class:`Shared` edge over ``group``, or None when not all its ranks can map each other's memory.
 
-    ``slot_bytes``: the largest message. Collective over ``group``. The memory is reserved before it is used, so a full
-    shared-memory filesystem is noticed here and not by a fault later, and its name is gone before this returns.
+    ``slot_bytes``: the largest message. Collective over ``group``.
     """
     slot_bytes = -(-slot_bytes // _ALIGN) * _ALIGN
     head = -(-group.size() * slots * _WORD // _ALIGN) * _ALIGN
-    size = head + slots * slot_bytes
+    maps = _map_all(group, head + slots * slot_bytes)
+    if maps is None:
+        return None
+    return Shared(group, sent, [_arena(found, head, slot_bytes, slots) for found in maps])
+
+
+def _map_all(group: dist.ProcessGroup, size: int) -> list[mmap.mmap] | None:
+    """``size`` bytes of every rank of ``group``, mapped by all of them; None when one of them cannot. Collective.
+
+    The memory is reserved before it is used, so a full shared-memory filesystem is noticed here and not by a fault later,
+    and its name is gone before this returns.
+    """
     path = _FOLDER / f"onecopy-{uuid.uuid4().hex}"
     made = _make(path, size)
     try:
         paths: list[str | None] = [None] * group.size()
-        dist.all_gather_object(paths, str(path) if made is not None else None, group=group)
-        maps = [made if rank == group.rank() else _map(name, size) for rank, name in enumerate(paths)]
         reached: list[bool] = [False] * group.size()
-        dist.all_gather_object(reached, all(found is not None for found in maps), group=group)
+        with waiting("shared memory between the ranks"):
+            dist.all_gather_object(paths, str(path) if made is not None else None, group=group)
+            maps = [made if rank == group.rank() else _map(name, size) for rank, name in enumerate(paths)]
+            dist.all_gather_object(reached, all(found is not None for found in maps), group=group)
     finally:
         with contextlib.suppress(FileNotFoundError):
             path.unlink()
-    if not all(reached):
-        return None
-    return Shared(group, sent, [_arena(found, head, slot_bytes, slots) for found in maps if found is not None])
+    return [found for found in maps if found is not None] if all(reached) else None
 
 
 def _make(path: Path, size: int) -> mmap.mmap | None:

@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader
 
 import onecopy
 from onecopy import schedules as lr_schedules
+from onecopy.comm import meeting
 from onecopy.comm.groups import world_size
 from onecopy.deepspeed import comm, utils, zero
 from onecopy.deepspeed.comm import init_distributed
@@ -88,7 +89,7 @@ def initialize(
             loader = make_dataloader(training_data, **share, collate_fn=collate_fn, drop_last=drop_last)
         return given, chosen, loader
 
-    given, (plan, make_optimizer, scheduler), loader = comm.together(prepare)
+    given, (plan, make_optimizer, scheduler), loader = meeting.all_or_none(prepare)
     engine = onecopy.initialize(model, plan, optimizer=make_optimizer, scheduler=scheduler, engine_class=DeepSpeedEngine)
     if rank == 0 and plan.notes:
         _logger.warning("configuration keys without effect here:\n%s", "\n".join(plan.notes))

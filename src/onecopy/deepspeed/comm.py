@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from onecopy.errors import ConfigError, EngineError, OneCopyError, RankMismatchError
+from onecopy.comm import watch
+from onecopy.errors import ConfigError, EngineError
 
-__all__ = ["get_local_rank", "init_distributed", "launched_ranks", "together"]
+__all__ = ["get_local_rank", "init_distributed", "launched_ranks"]
 
-T = TypeVar("T")
 # What mpirun sets where torchrun sets WORLD_SIZE.
 _MPI_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE")
 
@@ -43,7 +42,10 @@ def init_distributed(
     if dist_init_required is False:
         raise EngineError("dist_init_required is False but torch.distributed is not initialised; initialise it or drop it")
     backend = dist_backend or _default_backend()
-    extra: dict[str, Any] = {} if timeout is None else {"timeout": timeout}
+    extra: dict[str, Any] = {}
+    if timeout is not None:
+        extra["timeout"] = timeout
+        watch.set_patience(timeout.total_seconds())
     if init_method is not None or rank >= 0 or world_size > 0:
         dist.init_process_group(backend, init_method=init_method, rank=rank, world_size=world_size, **extra)
         return
@@ -79,26 +81,6 @@ def _default_backend() -> str:
     if torch.cuda.is_available():
         return "nccl"
     return "gloo"
-
-
-def together(make: Callable[[], T]) -> T:
-    """``make()``, or an error on every rank when it fails on any; the rank that fails raises its own. Collective."""
-    results: list[T] = []
-    problem: OneCopyError | None = None
-    try:
-        results.append(make())
-    except OneCopyError as error:
-        problem = error
-    told: list[str | None] = [None if problem is None else str(problem)]
-    if dist.is_initialized():
-        told = [None] * dist.get_world_size()
-        dist.all_gather_object(told, None if problem is None else str(problem))
-    if problem is not None:
-        raise problem
-    for rank, text in enumerate(told):
-        if text is not None:
-            raise RankMismatchError(f"rank {rank} failed: {text}")
-    return results[0]
 
 
 def get_local_rank() -> int:

@@ -9,7 +9,6 @@ import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -17,9 +16,10 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from onecopy.comm.collectives import Edge, Exchange, Message, edge_for
-from onecopy.comm.groups import Ranks, ensure_process_group, form_groups, world_size
-from onecopy.comm.shared import open_shared
+from onecopy.comm import meeting, watch
+from onecopy.comm.collectives import Edge, Exchange, Message, Pending, edge_for
+from onecopy.comm.groups import Ranks, control, ensure_process_group, everybody, form_groups, world_size
+from onecopy.comm.shared import Shelf, open_shared, open_shelf
 from onecopy.engine.deferred import materialise_meta, whole_values
 from onecopy.engine.gathering import Gathering
 from onecopy.engine.gradients import Gradients
@@ -31,18 +31,16 @@ from onecopy.engine.run import Run, UnitRun
 from onecopy.engine.step import Stepper
 from onecopy.engine.unit import UnitModules, find_units, named_parameters
 from onecopy.engine.weights import Weights
-from onecopy.errors import OneCopyError, PlanError, RankMismatchError
+from onecopy.errors import PlanError, RankMismatchError
 from onecopy.optim import Factory, Tiles, build, probe
 from onecopy.plan.check import check
 from onecopy.plan.layout import UnitFact, itemsize
 from onecopy.plan.plan import Plan
 from onecopy.recipes import build_optimizer, build_scheduler
-from onecopy.schedule.lower import Facts, Schedule, lower
+from onecopy.schedule.lower import Buffer, Facts, Schedule, lower
 from onecopy.tiers.memory import DeviceMemory, give_back_freed_memory, keep_freed_memory
 
 __all__ = ["Core", "build_core", "default_device"]
-
-T = TypeVar("T")
 
 # Engines in the order in which this process makes them; rank 0's number counts.
 _ENGINES = itertools.count()
@@ -93,31 +91,33 @@ def build_core(
         raise PlanError(f"initialize takes a module and a plan; got {type(model).__name__} and {type(plan).__name__}")
     ensure_process_group(device)
     world = world_size()
-    _together(lambda: check(plan, (), world), world)
+    meeting.meet("initialize")
+    meeting.all_or_none(lambda: check(plan, (), world))
     names = named_parameters(model)
     units = find_units(model, plan.units)
     dtype = getattr(torch, plan.precision.dtype) if plan.precision.dtype else None
     facts = tuple(unit.fact(names, dtype) for unit in units)
-    _together(lambda: _refuse_shared_storage(names), world)
-    _together(lambda: _refuse_renorm(model), world)
+    meeting.all_or_none(lambda: _refuse_shared_storage(names))
+    meeting.all_or_none(lambda: _refuse_renorm(model))
     _agree(plan, facts, world)
-    made = _together(lambda: _make_optimizer(model, plan, optimizer, facts), world)
+    made = meeting.all_or_none(lambda: _make_optimizer(model, plan, optimizer, facts))
     _same_everywhere({"optimizer": _describe_optimizer(made)}, world)
     facts = facts if made is not None else tuple(_forward_only(unit) for unit in facts)
-    moments: tuple[str | None, ...] = _together(lambda: probe(made, device) if made is not None else (), world)
+    moments: tuple[str | None, ...] = meeting.all_or_none(lambda: probe(made, device) if made is not None else ())
     mesh = plan.mesh(world)
     ranks = form_groups(mesh, device)
     memory, ledger = DeviceMemory(device), Ledger()
     across = edge_for(ranks.across, ledger.sent)
-    schedule, gather, reduce = _make_edges(lower(plan, Facts(facts, mesh, moments)), ranks, ledger)
+    schedule, edges = _make_edges(lower(plan, Facts(facts, mesh, moments)), ranks, ledger)
     memory.count("exchange buffer", schedule.facts.exchange)
 
-    if _everywhere_meta(names, world):
+    if _everywhere_meta(names):
         materialise_meta(model, device, names)
-    runs = _make_units(schedule, units, names, ranks.piece, (gather, reduce), memory)
-    run = Run(schedule, runs, across)
+    runs = _make_units(schedule, units, names, ranks.piece, edges, memory)
+    run = Run(schedule, runs, across, edges.shelf)
     gathering = Gathering(run, plan.units.prefetch)
-    _adopt(run, gathering, world)
+    with run.writing():
+        _adopt(run, gathering, world)
     _adopt_rest(model, names, device, dtype, world)
     give_back_freed_memory()
     if device.type == "cpu":
@@ -128,8 +128,7 @@ def build_core(
     tiles = stepper = ticker = None
     if made is not None:
         tiles = Tiles(made, [weights for unit in runs for weights in unit.weights if weights.spec.trainable])
-        everybody = edge_for(dist.group.WORLD, ledger.sent) if world > 1 else None
-        stepper = Stepper(run, tiles, ranks, everybody, memory, plan.clip)
+        stepper = Stepper(run, tiles, ranks, edge_for(control(), ledger.sent), memory, plan.clip)
         ticker = _make_scheduler(made, scheduler, plan)
     core = Core(plan, schedule, ranks, memory, ledger, run, gathering, rounds, hooks, made, ticker, tiles, stepper, names)
     for unit in runs:
@@ -141,28 +140,9 @@ def build_core(
 # Checks
 
 
-def _together(make: Callable[[], T], world: int) -> T:
-    """``make()``, or its error on every rank when it fails on any."""
-    problem: Exception | None = None
-    results: list[T] = []
-    try:
-        results.append(make())
-    except (OneCopyError, TypeError, ValueError, RuntimeError) as error:
-        problem = error
-    if world > 1:
-        told: list[str | None] = [None] * world
-        dist.all_gather_object(told, None if problem is None else f"{type(problem).__name__}: {problem}")
-        first = next(((rank, text) for rank, text in enumerate(told) if text is not None), None)
-        if problem is None and first is not None:
-            raise RankMismatchError(f"rank {first[0]} failed: {first[1]}")
-    if problem is not None:
-        raise problem
-    return results[0]
-
-
 def _agree(plan: Plan, facts: tuple[UnitFact, ...], world: int) -> None:
     """Check the plan, and that all ranks were given the same plan and model."""
-    _together(lambda: check(plan, facts, world), world)
+    meeting.all_or_none(lambda: check(plan, facts, world))
     params = {f"parameter {param.name!r}": repr(param) for unit in facts for param in unit.params}
     _same_everywhere({"plan": repr(plan), **params}, world)
 
@@ -174,12 +154,9 @@ def _same_everywhere(mine: dict[str, str], world: int) -> None:
     """
     if world == 1:
         return
-    digests: list[str] = [""] * world
-    dist.all_gather_object(digests, hashlib.sha256(repr(mine).encode()).hexdigest())
-    if len(set(digests)) == 1:
+    if len(set(meeting.tell(hashlib.sha256(repr(mine).encode()).hexdigest()))) == 1:
         return
-    everyone: list[dict[str, str]] = [{} for _ in range(world)]
-    dist.all_gather_object(everyone, mine)
+    everyone = meeting.tell(mine)
     for rank, theirs in enumerate(everyone):
         for what in [*everyone[0], *theirs]:
             if everyone[0].get(what) != theirs.get(what):
@@ -226,13 +203,10 @@ def _refuse_renorm(model: nn.Module) -> None:
             )
 
 
-def _everywhere_meta(names: dict[nn.Parameter, list[str]], world: int) -> bool:
+def _everywhere_meta(names: dict[nn.Parameter, list[str]]) -> bool:
     """True when no rank has real values; False when rank 0 has all of them. Anything else is an error on all ranks."""
     meta = sum(home_of(param) is None and param.device.type == "meta" for param in names)
-    counts = [meta]
-    if world > 1:
-        counts = [0] * world
-        dist.all_gather_object(counts, meta)
+    counts = meeting.tell(meta)
     if counts[0] == 0:
         return False
     if all(count == counts[0] for count in counts):
@@ -276,21 +250,41 @@ def _make_scheduler(optimizer: Optimizer, scheduler: LRScheduler | SchedulerFact
 # Construction
 
 
-def _make_edges(schedule: Schedule, ranks: Ranks, ledger: Ledger) -> tuple[Schedule, Edge | None, Edge | None]:
+@dataclass(frozen=True)
+class Edges:
+    """How buffers move inside a group: ``gather`` also spreads what was stepped; a ``shelf``, where there is one, has
+    the shards of buffers that rest cut, and gathers them."""
+
+    gather: Edge | None = None
+    reduce: Edge | None = None
+    shelf: Shelf | None = None
+    places: tuple[Buffer, ...] = ()
+
+    def gather_of(
+        self, buffer: Buffer, message: Message
+    ) -> tuple[Callable[[torch.Tensor, torch.Tensor], Pending] | None, tuple[Shelf, torch.Tensor] | None]:
+        """What gathers ``buffer``, and where its shard is when that is not the device's own memory."""
+        if self.shelf is not None and buffer in self.places:
+            place = self.places.index(buffer)
+            return partial(self.shelf.gather, message=message, index=place), (self.shelf, self.shelf.shards[place])
+        return partial(self.gather.gather, message=message) if self.gather is not None else None, None
+
+
+def _make_edges(schedule: Schedule, ranks: Ranks, ledger: Ledger) -> tuple[Schedule, Edges]:
     """The edges inside a group, and ``schedule`` with what they need noted in its facts."""
     if ranks.gather is None or ranks.reduce is None:
-        return schedule, None, None
+        return schedule, Edges()
     shared = _shared_edges(schedule, ranks, ledger)
     if shared is not None:
         edges, size = shared
-        return replace(schedule, facts=replace(schedule.facts, exchange=size)), *edges
+        return replace(schedule, facts=replace(schedule.facts, exchange=size)), edges
     gather, reduce = edge_for(ranks.gather, ledger.sent), edge_for(ranks.reduce, ledger.sent)
     staging = reduce is not None and reduce.staging
-    return replace(schedule, facts=replace(schedule.facts, staging=staging)), gather, reduce
+    return replace(schedule, facts=replace(schedule.facts, staging=staging)), Edges(gather, reduce)
 
 
-def _shared_edges(schedule: Schedule, ranks: Ranks, ledger: Ledger) -> tuple[tuple[Edge, Edge], int] | None:
-    """Edges through shared memory, and the bytes they take; None where ranks do not share any.
+def _shared_edges(schedule: Schedule, ranks: Ranks, ledger: Ledger) -> tuple[Edges, int] | None:
+    """Edges through shared memory, and the bytes of their slots; None where ranks do not share any.
 
     There are slots for the messages that are on their way at a time and one more, as ranks are not in step.
     """
@@ -298,28 +292,36 @@ def _shared_edges(schedule: Schedule, ranks: Ranks, ledger: Ledger) -> tuple[tup
         return None
     assert ranks.gather is not None and ranks.reduce is not None
     units, peers = schedule.plan.units, ranks.mesh.within - 1
-    shard = piece = 0
+    shelved = tuple(buffer for buffer in schedule.buffers if buffer.parameter_cut)
+    shelf = open_shelf(ranks.gather, ledger.sent, [(b.layout.shard, getattr(torch, b.dtype)) for b in shelved])
+    if shelf is None:
+        return None
+    spread = piece = size = 0
     for buffer in schedule.buffers:
         elements, wire, kept = buffer.layout.shard, itemsize(buffer.reduce_codec), itemsize(buffer.accumulate_codec)
-        shard = max(shard, elements * itemsize(buffer.dtype))
+        if buffer not in shelved:
+            spread = max(spread, elements * itemsize(buffer.dtype))
         if buffer.trainable:
             # What is reduced may be spread after, in the codec that sums are kept in.
             piece = max(piece, elements * max(wire * peers, kept))
-    gather = open_shared(ranks.gather, ledger.sent, shard, units.prefetch + 2)
-    if gather is None:
-        return None
-    if not piece:
-        return (gather, Exchange(ranks.reduce, ledger.sent)), gather.bytes
-    reduce = open_shared(ranks.reduce, ledger.sent, piece, units.reduce_ahead + 2)
-    return None if reduce is None else ((gather, reduce), gather.bytes + reduce.bytes)
+    gather: Edge = Exchange(ranks.gather, ledger.sent)
+    reduce: Edge = Exchange(ranks.reduce, ledger.sent)
+    if spread:
+        opened = open_shared(ranks.gather, ledger.sent, spread, units.prefetch + 2)
+        if opened is None:
+            return None
+        gather, size = opened, opened.bytes
+    if piece:
+        opened = open_shared(ranks.reduce, ledger.sent, piece, units.reduce_ahead + 2)
+        if opened is None:
+            return None
+        reduce, size = opened, size + opened.bytes
+    return Edges(gather, reduce, shelf if shelved else None, shelved), size
 
 
 def _engine_number() -> int:
     """A number that no other engine of these ranks has: rank 0's, as a process may have made engines alone before."""
-    number = [next(_ENGINES)]
-    if world_size() > 1:
-        dist.broadcast_object_list(number, 0)
-    return number[0]
+    return meeting.from_rank0(lambda: next(_ENGINES))
 
 
 def _make_units(
@@ -327,7 +329,7 @@ def _make_units(
     units: list[UnitModules],
     names: dict[nn.Parameter, list[str]],
     piece: int,
-    edges: tuple[Edge | None, Edge | None],
+    edges: Edges,
     memory: DeviceMemory,
 ) -> list[UnitRun]:
     engine = _engine_number()
@@ -340,12 +342,15 @@ def _make_units(
             params = [by_name[slot.param.name] for slot in buffer.layout.slots]
             index = place[buffer]
             moves = "gather" if buffer.cut(buffer.row.parameter.rest) else "spread"
-            message = Message(moves, engine, index)
-            gather = partial(edges[0].gather, message=message) if edges[0] is not None else None
-            run.weights.append(Weights(buffer, params, piece, gather, memory))
+            message = Message(moves, engine, index, unit.name)
+            gather, shelved = edges.gather_of(buffer, message)
+            run.weights.append(Weights(buffer, params, piece, gather, memory, shelved))
             if buffer.trainable:
-                messages = Message("reduce", engine, index), Message("spread", engine, index, second=True)
-                run.gradients.append(Gradients(buffer, piece, edges[1], memory, messages))
+                messages = (
+                    Message("reduce", engine, index, unit.name),
+                    Message("spread", engine, index, unit.name, second=True),
+                )
+                run.gradients.append(Gradients(buffer, piece, edges.reduce, memory, messages))
         run.trainable = sum(len(gradients.used) for gradients in run.gradients)
         run.expected_uses = len(run.entries)
         run.waits_for_input = any(not weights.spec.trainable and weights.cut for weights in run.weights)
@@ -358,7 +363,8 @@ def _adopt(run: Run, gathering: Gathering, world: int) -> None:
 
     def agree(whole: torch.Tensor) -> None:
         if world > 1:
-            dist.broadcast(whole.view(torch.uint8), 0)
+            with watch.waiting("the weights of rank 0"):
+                dist.broadcast(whole.view(torch.uint8), 0, group=everybody(whole.device))
 
     for unit in run.units:
         for weights in unit.weights:
@@ -388,7 +394,8 @@ def _adopt_rest(
             moved = buffer.to(device=device, dtype=cast) if moved is None else moved
             if world > 1 and moved.numel():
                 flat = moved.contiguous().reshape(-1)
-                dist.broadcast(flat.view(torch.uint8), 0)
+                with watch.waiting("the module buffers of rank 0"):
+                    dist.broadcast(flat.view(torch.uint8), 0, group=everybody(device))
                 moved = flat.view(moved.shape)
             made[id(buffer)] = module._buffers[name] = moved
             kept.append(buffer)  # alive, so that its id stays its own

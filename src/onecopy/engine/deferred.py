@@ -8,14 +8,16 @@ whole at a time.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from onecopy.comm.groups import ensure_process_group, world_size
+from onecopy.comm import meeting
+from onecopy.comm.groups import ensure_process_group, everybody, world_size
+from onecopy.comm.watch import waiting
 from onecopy.engine.parameter import HOME, Face, hollow, home_of
 from onecopy.engine.weights import ParameterHome
 from onecopy.errors import EngineError
@@ -42,6 +44,10 @@ class BornHome:
     def local(self) -> tuple[torch.Tensor, int]:
         return self.shard, self.start
 
+    def writing(self) -> AbstractContextManager[None]:
+        """Nobody else reads the shard."""
+        return nullcontext()
+
     def written(self) -> None:
         """Nothing is derived from the shard yet."""
 
@@ -60,7 +66,8 @@ class BornHome:
         mine = torch.zeros(self.piece, dtype=self.shard.dtype, device=self.shard.device)
         mine[: self.shard.numel()].copy_(self.shard)
         parts = [torch.empty_like(mine).view(torch.uint8) for _ in range(world)]
-        dist.all_gather(parts, mine.view(torch.uint8))
+        with waiting(f"the pieces of {self.name!r}"):
+            dist.all_gather(parts, mine.view(torch.uint8), group=everybody(mine.device))
         flat = torch.cat([part.view(mine.dtype) for part in parts])
         return flat[: self.shape.numel()].view(self.shape)
 
@@ -88,8 +95,8 @@ def deferred(device: torch.device | str | None = None) -> Iterator[None]:
         return
     keep_freed_memory(False)
     own = torch.get_rng_state()
-    shared = own.clone()
-    dist.broadcast(shared, 0)
+    meeting.meet("deferred")
+    shared = meeting.from_rank0(lambda: own)
     torch.set_rng_state(shared)
     register = nn.Module.register_parameter
 

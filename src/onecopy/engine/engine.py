@@ -16,6 +16,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from onecopy.checkpoint.load import Loaded, load
 from onecopy.checkpoint.save import save
 from onecopy.checkpoint.whole import full_state_dict
+from onecopy.comm import watch
 from onecopy.engine.build import Core
 from onecopy.engine.parameter import home_of
 from onecopy.engine.precision import LossScaler
@@ -62,6 +63,7 @@ class Engine(nn.Module):
         core.hooks.scales = plan.precision.loss_scale is not None and core.optimizer is not None
         core.hooks.output_scale = lambda scaler=self._scaler: scaler.scale  # type: ignore[misc]
         core.rounds.boundary = _Boundary(self)
+        watch.engines.add(self)
         # An engine that is dropped leaves no hooks on the model; they do not refer to it.
         weakref.finalize(self, core.hooks.remove)
 
@@ -187,6 +189,13 @@ class Engine(nn.Module):
             raise EngineError("this engine has no optimizer: it is for forward passes; pass optimizer= to initialize")
         return self._core.optimizer
 
+    def progress(self) -> str:
+        """Where in a run this engine is, for people."""
+        rounds, depth, window = self._core.rounds, self._core.gathering.depth, self.plan.batch.accumulation
+        doing = ", in a backward pass" if rounds.open else ", in a forward pass" if depth else ""
+        micro = f", micro-batch {self.micro_steps % window + 1} of {window}" if window > 1 else ""
+        return f"step {self.global_steps}{micro}{doing}"
+
     def _check_open(self) -> None:
         if self._closed:
             raise EngineError("this engine is closed; make another with onecopy.initialize")
@@ -212,7 +221,10 @@ class Engine(nn.Module):
                     )
         self._refuse_strangers()
         gradient = core.memory.live["gradient"]
-        verdict = stepper.agree(self._scaler.scale)
+        verdict = stepper.agree(self._scaler.scale, core.rounds.late())
+        if any(verdict.late):
+            core.rounds.send_late(verdict.late)
+            verdict = stepper.agree(self._scaler.scale, core.rounds.late())
         if verdict.empty:
             stepper.discard()
             raise EngineError("step() without a backward pass on any rank since the last step: nothing to step with")
@@ -251,14 +263,14 @@ class Engine(nn.Module):
         client_state: dict[str, Any] | None = None,
         *,
         latest: bool = True,
-        patience: float = 30.0,
+        patience: float | None = None,
     ) -> str:
         """Write a checkpoint of all that training goes on from; returns its folder, ``directory/tag``. Collective.
 
         ``tag``: default ``step<global_steps>``; a checkpoint that has it already is replaced. ``client_state``: a dict
         of JSON values that :meth:`load` returns. ``latest``: make it the one that :meth:`load` picks. ``patience``:
-        seconds to wait for ranks that have not called it. What is written is visible only once it is complete and
-        durable. See ``docs/checkpoint.md``.
+        seconds to wait for ranks that have not called it (default: the job's, see :func:`onecopy.initialize`). What is
+        written is visible only once it is complete and durable. See ``docs/checkpoint.md``.
 
         Raises :class:`~onecopy.errors.CheckpointError` on every rank, with nothing left behind and what was there
         intact, when one rank cannot write, and in the middle of an accumulation window.
@@ -273,7 +285,7 @@ class Engine(nn.Module):
         optimizer_states: bool = True,
         scheduler_states: bool = True,
         strict: bool = True,
-        patience: float = 30.0,
+        patience: float | None = None,
     ) -> Loaded:
         """Go on from the checkpoint ``tag`` of ``directory``, by default its latest; returns the client state.
         Collective.

@@ -9,7 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from onecopy.comm.groups import world_size
+from onecopy.comm import meeting
+from onecopy.comm.groups import everybody, world_size
+from onecopy.comm.watch import waiting
 from onecopy.engine.deferred import BornHome
 from onecopy.engine.parameter import Face, home_of
 from onecopy.engine.weights import ParameterHome
@@ -73,11 +75,7 @@ def _refuse_writes(listed: list[nn.Parameter], versions: list[int]) -> None:
         for param, version in zip(listed, versions, strict=True)
         if (home := home_of(param)) is not None and (param._version != version or _differs(home))
     ]
-    told: list[list[str]] = [written]
-    if world_size() > 1:
-        told = [[] for _ in range(world_size())]
-        dist.all_gather_object(told, written)
-    for rank, names in enumerate(told):
+    for rank, names in enumerate(meeting.tell(written)):
         if names:
             raise EngineError(
                 f"rank {rank} wrote parameter {names[0]!r} inside gathered(...), and the write would be lost; "
@@ -101,9 +99,11 @@ def _share_writes(listed: list[nn.Parameter], write_rank: int) -> None:
             continue
         if world_size() > 1:
             flat = param.detach().reshape(-1)
-            dist.broadcast(flat.view(torch.uint8), write_rank)
+            with waiting(f"rank {write_rank}'s values of {home.name!r}"):
+                dist.broadcast(flat.view(torch.uint8), write_rank, group=everybody(flat.device))
         if isinstance(home, ParameterHome):
-            home.weights.follow(home.slot)
+            with home.writing():
+                home.weights.follow(home.slot)
 
 
 def _open_born(param: nn.Parameter) -> None:

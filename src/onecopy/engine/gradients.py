@@ -40,6 +40,8 @@ class Gradients:
         self._transit = 0
         self.used = [False] * len(spec.layout.slots)
         self._filled = [False] * len(spec.layout.slots)
+        # Slots that got a gradient in the pass that is running.
+        self.arrived = [False] * len(spec.layout.slots)
         # One buffer object with its views per dtype, kept without memory between steps.
         self._buffers: dict[torch.dtype, tuple[torch.Tensor, list[torch.Tensor]]] = {}
 
@@ -115,7 +117,8 @@ class Gradients:
         source = self.fill if self.fill.dtype == self.wire else self.fill.to(self.wire)
         if self.cut:
             add = self.current is not None
-            out = self._hold_shard(accumulates)
+            # What added up in a wider buffer is not rounded again by the sum, whether or not it is cut.
+            out = self._hold_shard(accumulates or source is not self.fill)
         else:
             add, out = False, self._own(self.fill)
         # What the reduction holds beside the fill buffer: the peers' pieces, and a copy in the wire's dtype.

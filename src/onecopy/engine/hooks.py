@@ -231,7 +231,8 @@ class Hooks:
         self._pushed.append(not ours)
 
     def _pop(self) -> None:
-        if self._pushed.pop():
+        # The hook after a forward runs even when the one before it raised (a gather that failed) and pushed nothing.
+        if self._pushed and self._pushed.pop():
             _saved._pop_saved_tensors_default_hooks()
 
     def unpacked(self, weights: Weights, steps: int) -> None:

@@ -6,11 +6,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from onecopy.comm import meeting
+from onecopy.comm.watch import waiting
 from onecopy.engine.build import Core
 from onecopy.engine.gradients import Gradients
 from onecopy.engine.parameter import home_of
 from onecopy.engine.weights import ParameterHome
-from onecopy.errors import EngineError
+from onecopy.errors import EngineError, RankMismatchError
 
 __all__ = ["read_grad", "read_param", "read_state", "write_grad", "write_param", "write_state"]
 
@@ -25,6 +27,11 @@ def _home(param: nn.Parameter) -> tuple[ParameterHome, Core]:
         if core is not None:
             return home, core
     raise EngineError(f"a parameter of shape {tuple(param.shape)} belongs to no engine; call onecopy.initialize first")
+
+
+def _agree(what: str, home: ParameterHome) -> None:
+    """All ranks ask the same, or pieces of different parameters would be put together."""
+    meeting.same(f"the parameter in {what}()", home.name, RankMismatchError)
 
 
 def _part(home: ParameterHome, held: Held) -> tuple[torch.Tensor, int]:
@@ -42,8 +49,14 @@ def _assemble(home: ParameterHome, core: Core, held: Held) -> torch.Tensor:
     whole = torch.zeros(home.slot.param.numel, dtype=torch.float32, device=core.ranks.device)
     whole[start : start + part.numel()].copy_(part)
     if held[0].numel() < home.weights.spec.layout.padded and core.ranks.gather is not None:
-        dist.all_reduce(whole.view(torch.int32), group=core.ranks.gather)
+        _sum_bits(whole, home, core.ranks.gather)
     return whole.view(home.shape)
+
+
+def _sum_bits(whole: torch.Tensor, home: ParameterHome, group: dist.ProcessGroup) -> None:
+    """Add up what is the number itself on one rank and 0 on all others, bit for bit."""
+    with waiting(f"the pieces of {home.name!r}"):
+        dist.all_reduce(whole.view(torch.int32), group=group)
 
 
 def read_param(param: nn.Parameter) -> torch.Tensor:
@@ -51,15 +64,18 @@ def read_param(param: nn.Parameter) -> torch.Tensor:
     if home_of(param) is None and not param.numel():
         return param.detach().float()
     home, core = _home(param)
+    _agree("full_param", home)
     home.weights.notice_writes()
     return _assemble(home, core, (home.weights.target(), home.weights.stepped()[0]))
 
 
 def write_param(param: nn.Parameter, value: torch.Tensor) -> None:
     """See :func:`onecopy.set_full_param`."""
+    if home_of(param) is None and not param.numel():
+        return
     home, _ = _home(param)
     weights, flat = home.weights, _checked(home, value)
-    with torch.no_grad():
+    with torch.no_grad(), weights.writing():
         if weights.present:
             weights.full[home.slot.start : home.slot.stop].copy_(flat)
         local, start = home.local()
@@ -88,6 +104,7 @@ def read_grad(param: nn.Parameter) -> torch.Tensor | None:
     if home_of(param) is None and not param.numel():
         return None
     home, core = _home(param)
+    _agree("full_grad", home)
     held = _grad_held(home, _gradients(home, core))
     if held is None:
         return None
@@ -110,6 +127,7 @@ def write_grad(param: nn.Parameter, value: torch.Tensor) -> None:
 def read_state(param: nn.Parameter, name: str) -> torch.Tensor | None:
     """See :func:`onecopy.full_state`."""
     home, core = _home(param)
+    _agree("full_state", home)
     if core.tiles is None:
         raise EngineError("this engine has no optimizer, so it has no optimizer states")
     piece = core.tiles.of_param.get(home.name)
@@ -124,8 +142,9 @@ def read_state(param: nn.Parameter, name: str) -> torch.Tensor | None:
     # How many ranks have states at all, and this one.
     have = torch.tensor([float(bool(state)), float(isinstance(value, torch.Tensor))], device=core.ranks.device)
     if core.ranks.gather is not None and home.weights.spec.cut(home.weights.spec.row.optimizer):
-        dist.all_reduce(whole.view(torch.int32), group=core.ranks.gather)
-        dist.all_reduce(have, group=core.ranks.gather)
+        _sum_bits(whole, home, core.ranks.gather)
+        with waiting(f"the pieces of {home.name!r}"):
+            dist.all_reduce(have, group=core.ranks.gather)
     if have[0] > 0 and have[1] == 0:
         raise EngineError(f"the optimizer keeps no state {name!r} of {home.name!r}; {_known_states(state)}")
     return whole.view(home.shape) if have[1] > 0 else None

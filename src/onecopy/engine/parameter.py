@@ -9,6 +9,7 @@ rules.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import torch
@@ -39,6 +40,9 @@ class Home(Protocol):
 
     def local(self) -> tuple[torch.Tensor, int]:
         """The elements this rank keeps, flat, and where they start in the flattened parameter."""
+
+    def writing(self) -> AbstractContextManager[None]:
+        """Around every change of the local elements."""
 
     def written(self) -> None:
         """The local elements were changed: whatever is derived from them must follow."""
@@ -137,7 +141,8 @@ def _dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             graph = torch.is_grad_enabled() and subject.requires_grad
             if name == "detach" or (name in _ALIASES and not graph):
                 return _alias(func, subject, home, args[1:], rest)
-            if _write(func, name, subject, home, args[1:], rest):
+            if _writes(func, name, args[1:], rest, chained=bool(subject.__dict__.get(_CHAIN))):
+                _write(func, name, subject, home, args[1:], rest)
                 return subject
     if all(tensor.__dict__[HOME].demand() for tensor in absent):
         return func(*_resolved(args), **dict(zip(kwargs, _resolved(tuple(kwargs.values())), strict=True)))
@@ -181,8 +186,9 @@ def _access(func: Any, prop: str, subject: torch.Tensor, home: Home, args: Any, 
     whole = isinstance(args[-1], torch.Tensor) and args[-1].shape == home.shape
     if prop == "data" and whole and _CHAIN not in subject.__dict__:
         local, start = home.local()
-        local.copy_(args[-1].detach().reshape(-1)[start : start + local.numel()])
-        return home.written()
+        with home.writing():
+            local.copy_(args[-1].detach().reshape(-1)[start : start + local.numel()])
+            return home.written()
     if prop in ("grad", "requires_grad", "retains_grad", "_backward_hooks", "_post_accumulate_grad_hooks", "_grad"):
         return func(*args, **kwargs)
     raise EngineError(
@@ -206,28 +212,32 @@ def _alias(func: Any, subject: torch.Tensor, home: Home, rest: tuple[Any, ...], 
     return view
 
 
-def _write(func: Any, name: str, subject: torch.Tensor, home: Home, rest: Any, kwargs: dict[str, Any]) -> bool:
-    """Carry out an in-place write on this rank's elements; False when ``func`` is not one that can be."""
+def _writes(func: Any, name: str, rest: Any, kwargs: dict[str, Any], chained: bool) -> bool:
+    """Is ``func`` an in-place write that can be carried out on this rank's elements alone?"""
+    if name == "__setitem__" or name in _RANDOM or name in _FILLS or getattr(func, "__module__", "") == "torch.nn.init":
+        return True
+    numbers = all(value.dim() == 0 for value in (*rest, *kwargs.values()) if isinstance(value, torch.Tensor))
+    return name in _ELEMENTWISE and not chained and numbers
+
+
+def _write(func: Any, name: str, subject: torch.Tensor, home: Home, rest: Any, kwargs: dict[str, Any]) -> None:
+    """Carry out an in-place write on this rank's elements."""
     chain: tuple[Callable[[torch.Tensor], torch.Tensor], ...] = subject.__dict__.get(_CHAIN, ())
     local, start = home.local()
-    tensors = [value for value in (*rest, *kwargs.values()) if isinstance(value, torch.Tensor)]
-    with torch.no_grad():
+    with torch.no_grad(), home.writing():
         if name == "__setitem__":
             key, value = rest
             _write_whole(lambda view: func(view, key, value), home, chain, lambda mask: func(mask, key, True))
         elif name == "copy_" and not chain and rest[0].shape == home.shape:
             local.copy_(rest[0].reshape(-1)[start : start + local.numel()])
-        elif name in _RANDOM or name in _FILLS or getattr(func, "__module__", "") == "torch.nn.init":
+        elif name in _ELEMENTWISE:
+            func(local, *rest, **kwargs)
+        else:
             # A random fill draws for the whole tensor and keeps a part: the values are those of the unsharded
             # tensor, and every rank's generator advances as it would.
             mark = (lambda mask: mask.fill_(True)) if chain else None
             _write_whole(lambda view: func(view, *rest, **kwargs), home, chain, mark)
-        elif name in _ELEMENTWISE and not chain and all(tensor.dim() == 0 for tensor in tensors):
-            func(local, *rest, **kwargs)
-        else:
-            return False
-    home.written()
-    return True
+        home.written()
 
 
 def _write_whole(
@@ -301,9 +311,9 @@ def _whole_trunc_normal(plain: Callable[..., torch.Tensor]) -> Callable[..., tor
             return plain(tensor, *args, **kwargs)
         chain = tensor.__dict__.get(_CHAIN, ())
         mark = (lambda mask: mask.fill_(True)) if chain else None
-        with torch.no_grad():
+        with torch.no_grad(), home.writing():
             _write_whole(lambda view: plain(view, *args, **kwargs), home, chain, mark)
-        home.written()
+            home.written()
         return tensor
 
     return trunc_normal

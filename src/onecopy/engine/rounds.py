@@ -7,8 +7,8 @@ from collections import deque
 from collections.abc import Callable, Iterator
 
 import torch
-import torch.distributed as dist
 
+from onecopy.comm import meeting
 from onecopy.comm.groups import Ranks
 from onecopy.engine.gathering import Gathering
 from onecopy.engine.gradients import Gradients
@@ -36,6 +36,8 @@ class Turns:
         self._seen = []
         for unit in self.order:
             unit.arrived, unit.ready, unit.issued = 0, False, False
+            for gradients in unit.gradients:
+                gradients.arrived = [False] * len(gradients.arrived)
 
     def due(self, unit: UnitRun) -> Iterator[UnitRun]:
         """``unit`` got ready: the units whose turn it now is, itself among them if none is waited for."""
@@ -50,10 +52,9 @@ class Turns:
             return
         self._learned = True
         late = [unit for unit in self.order if unit not in self._seen]
-        order: list[list[str]] = [[unit.name for unit in (*self._seen, *late)]]
-        dist.broadcast_object_list(order, 0)
+        order = meeting.from_rank0(lambda: [unit.name for unit in (*self._seen, *late)])
         by_name = {unit.name: unit for unit in self.order}
-        self.order = [by_name[name] for name in order[0]]
+        self.order = [by_name[name] for name in order]
 
 
 class Rounds:
@@ -111,11 +112,13 @@ class Rounds:
         if gradient.layout is not torch.strided:
             gradient = gradient.to_dense()
         if unit.issued:
-            self._reopen(unit)
+            self._wait_for(unit)
         if not gradients.filling:
-            self._fill(gradients)
+            self._fill(gradients, late=unit.issued)
         gradients.put(at, gradient, scale)
-        unit.arrived += 1
+        if not gradients.arrived[at]:
+            gradients.arrived[at] = True
+            unit.arrived += 1
         if unit.arrived == unit.trainable and not unit.waits_for_input:
             self.ready(unit)
 
@@ -199,22 +202,24 @@ class Rounds:
             if not unit.issued:
                 unit.ready = True
                 self._issue(unit)
-            elif any(gradients.filling and self.reduces(gradients) for gradients in unit.gradients):
-                self._issue(unit)  # gradients that arrived after the unit was sent
         while self._flying:
             self._finish()
 
-    def _fill(self, gradients: Gradients) -> None:
+    def _fill(self, gradients: Gradients, late: bool = False) -> None:
         while len(self._flying) > self._ahead:
             self._finish()
-        # Gradients that stay whole between micro-batches, or that no_sync keeps from going out, add up in the buffer.
-        stays = not self.reduces(gradients) or (not gradients.cut and self._run.accumulates)
+        # Gradients that stay whole between micro-batches, or that no_sync keeps from going out, add up in the buffer, and
+        # so do those that came too late.
+        stays = late or not self.reduces(gradients) or (not gradients.cut and self._run.accumulates)
         gradients.open(accumulates=stays)
 
     def _issue(self, unit: UnitRun) -> None:
         """Start the reductions of ``unit``; or, between boundaries of a plan that keeps gradients whole, nothing."""
         unit.issued = True
         self._gathering.meet(unit)
+        self._send(unit)
+
+    def _send(self, unit: UnitRun) -> None:
         event = self.event
         sends = [gradients for gradients in unit.gradients if self.reduces(gradients)]
         if not sends:
@@ -240,8 +245,24 @@ class Rounds:
             for gradients in unit.gradients:
                 gradients.settle()
 
-    def _reopen(self, unit: UnitRun) -> None:
-        """More gradients for a unit that was sent already (a module recomputed twice): they go out at the end."""
+    def late(self) -> list[bool]:
+        """Per unit: did gradients come after it was sent (its module was recomputed more than once)?
+
+        They go out with the next pass. At a boundary there is none: what one rank has, all ranks must send, so the vote
+        tells them.
+        """
+        return [any(gradients.filling for gradients in unit.gradients) for unit in self._run.units]
+
+    def send_late(self, which: list[bool]) -> None:
+        """Send what came late to the units marked in ``which``, as the vote found; the others have zeros. Collective."""
+        for unit, marked in zip(self._run.units, which, strict=True):
+            if marked:
+                self._send(unit)
+        while self._flying:
+            self._finish()
+
+    def _wait_for(self, unit: UnitRun) -> None:
+        """More gradients for a unit that was sent: what is on its way must have left the buffer."""
         while any(flying is unit for flying, _ in self._flying):
             self._finish()
 

@@ -8,11 +8,13 @@ Why a unit has an op is said in ``schedule/lower.py``; what one does is in ``wei
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
 from torch import nn
 
 from onecopy.comm.collectives import Edge
+from onecopy.comm.shared import Shelf
 from onecopy.engine.gradients import Gradients
 from onecopy.engine.weights import Weights
 from onecopy.schedule.lower import Schedule
@@ -59,10 +61,11 @@ class UnitRun:
 class Run:
     """Carries out ops: ``start`` sets one off, ``finish`` waits for what it started."""
 
-    def __init__(self, schedule: Schedule, units: list[UnitRun], across: Edge | None) -> None:
+    def __init__(self, schedule: Schedule, units: list[UnitRun], across: Edge | None, shelf: Shelf | None = None) -> None:
         self.schedule = schedule
         self.units = units
         self._across = across
+        self._shelf = shelf
         self._weights = {weights.spec.name: weights for unit in units for weights in unit.weights}
         self._gradients = {gradients.spec.name: gradients for unit in units for gradients in unit.gradients}
         self._ops: dict[tuple[str, Event, str], list[Op]] = {}
@@ -70,6 +73,10 @@ class Run:
             for op in listed:
                 self._ops.setdefault((name, event, op.kind), []).append(op)
         self.accumulates = schedule.plan.batch.accumulation > 1
+
+    def writing(self) -> AbstractContextManager[None]:
+        """Around changes of all shards at once."""
+        return self._shelf.writing() if self._shelf is not None else nullcontext()
 
     def ops(self, unit: UnitRun, event: Event, kind: str) -> list[Op]:
         """The ops of ``kind`` that the schedule gives ``unit`` at ``event``."""

@@ -8,6 +8,7 @@ from collections import deque
 import torch
 import torch.distributed as dist
 
+from onecopy.comm import meeting
 from onecopy.comm.collectives import Edge
 from onecopy.comm.groups import Ranks
 from onecopy.engine.precision import LossScaler
@@ -23,12 +24,13 @@ __all__ = ["Stepper", "Verdict"]
 
 
 class Verdict:
-    """What all ranks agreed on before a step: the global norm of the unscaled gradients, whether it is finite, and for
-    each buffer which of its parameters some rank used."""
+    """What all ranks agreed on before a step: the global norm of the unscaled gradients, whether it is finite, for each
+    buffer which of its parameters some rank used, and for which units some rank has gradients that it has not sent."""
 
-    def __init__(self, norm: float, used: dict[str, list[bool]]) -> None:
+    def __init__(self, norm: float, used: dict[str, list[bool]], late: list[bool]) -> None:
         self.norm = norm
         self.used = used
+        self.late = late
 
     @property
     def finite(self) -> bool:
@@ -55,23 +57,22 @@ class Stepper:
 
     # Agreeing
 
-    def agree(self, scale: float) -> Verdict:
-        """One small all-reduce: the ``norm_type`` norm over all elements once, and the parameters used.
+    def agree(self, scale: float, late: list[bool]) -> Verdict:
+        """One small all-reduce: the ``norm_type`` norm over all elements once, the parameters used, the units ``late``.
 
         Each rank adds up its own piece, whatever it holds beside it, so every layout gives the same parts. ``scale``:
         the loss scale in the gradients.
         """
         kind = self._clip.norm_type
         part = self._part(kind)
-        flags = [float(used) for gradients in self._buffers for used in gradients.used]
+        flags = [float(unsent) for unsent in late]
+        flags += [float(used) for gradients in self._buffers for used in gradients.used]
         ballot = torch.tensor([part, *flags], dtype=torch.float64)
         if self._world is not None:
-            on_device = ballot.to(self._ranks.device)
-            self._world.all_reduce(on_device, "vote", dist.ReduceOp.MAX if kind == math.inf else dist.ReduceOp.SUM)
-            ballot = on_device.cpu()
+            self._world.all_reduce(ballot, "vote", dist.ReduceOp.MAX if kind == math.inf else dist.ReduceOp.SUM)
         total, *counts = ballot.tolist()
         norm = total if kind == math.inf else _root(total, kind)
-        return Verdict(norm / scale, self._flags(counts))
+        return Verdict(norm / scale, self._flags(counts[len(late) :]), [count > 0 for count in counts[: len(late)]])
 
     def _part(self, kind: float) -> float:
         """This rank's share: the largest element, or the sum of ``|g| ** kind``."""
@@ -102,6 +103,13 @@ class Stepper:
         if self._clip.max_norm is not None:
             # As torch.nn.utils.clip_grad_norm_ does it.
             factor *= min(1.0, self._clip.max_norm / (verdict.norm + 1e-6))
+        with self._run.writing():
+            self._step_units(verdict, factor)
+        moments = self._tiles.moments()
+        self._memory.count("moments", moments - self._moments)
+        self._moments = moments
+
+    def _step_units(self, verdict: Verdict, factor: float) -> None:
         sent: deque[list[Op]] = deque()
         for unit in self._run.units:
             if not unit.gradients:
@@ -114,9 +122,6 @@ class Stepper:
                 self._run.finish(sent.popleft())
         while sent:
             self._run.finish(sent.popleft())
-        moments = self._tiles.moments()
-        self._memory.count("moments", moments - self._moments)
-        self._moments = moments
 
     def _step_unit(self, unit: UnitRun, verdict: Verdict, factor: float) -> None:
         held = {weights.spec.name: weights for weights in unit.weights}
@@ -164,11 +169,7 @@ class Stepper:
 def raise_at_floor(stepper: Stepper, scaler: LossScaler, ranks: Ranks, step: int) -> None:
     """Say which parameters overflow when the loss scale cannot go lower; collective, raises on every rank."""
     mine = [(ranks.rank, name) for name in stepper.culprits()]
-    gathered: list[list[tuple[int, str]]] = [mine]
-    if ranks.mesh.world > 1:
-        gathered = [[] for _ in range(ranks.mesh.world)]
-        dist.all_gather_object(gathered, mine)
-    found = [item for part in gathered for item in part]
+    found = [item for part in meeting.tell(mine) for item in part]
     named = ", ".join(f"{name!r} (rank {rank})" for rank, name in found[:5])
     raise EngineError(
         f"step {step}: gradients are not finite at the smallest loss scale {scaler.scale:g}; first of them: {named}. "

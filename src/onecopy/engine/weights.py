@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import nn
 
 from onecopy.comm.collectives import Pending
+from onecopy.comm.shared import Shelf
 from onecopy.engine.parameter import HOME, Face
 from onecopy.plan.layout import Slot
 from onecopy.schedule.lower import Buffer
@@ -26,14 +28,21 @@ class Weights:
     ========  ==========================================================================================
     full      all elements and padding, one storage; the parameters are views of it for life. Where the
               parameter rests cut, the storage is freed between uses and filled again in place.
-    shard     this rank's elements, padding included. A view of ``full`` where the parameter rests whole.
+    shard     this rank's elements, padding included. A view of ``full`` where the parameter rests whole; on a
+              shelf where other ranks can read it there.
     master    what the optimizer steps, in higher precision, over the optimizer's range; None when the
               parameter is stepped itself.
     ========  ==========================================================================================
     """
 
     def __init__(
-        self, spec: Buffer, params: list[nn.Parameter], piece: int, gather: Gather | None, memory: DeviceMemory
+        self,
+        spec: Buffer,
+        params: list[nn.Parameter],
+        piece: int,
+        gather: Gather | None,
+        memory: DeviceMemory,
+        shelf: tuple[Shelf, torch.Tensor] | None = None,
     ) -> None:
         self.spec = spec
         self.params = params
@@ -46,12 +55,21 @@ class Weights:
         dtype = getattr(torch, spec.dtype)
         self.full = memory.alloc("gather buffer" if self.cut else "parameter", spec.layout.padded, dtype)
         own = self.full[piece * spec.layout.shard : (piece + 1) * spec.layout.shard]
-        self.shard = memory.alloc("parameter", spec.layout.shard, dtype) if self.cut else own
+        self._shelf = shelf[0] if shelf is not None else None
+        if shelf is not None:
+            self.shard = shelf[1]
+            memory.count("parameter", self.shard.numel() * dtype.itemsize)
+        else:
+            self.shard = memory.alloc("parameter", spec.layout.shard, dtype) if self.cut else own
         self.master: torch.Tensor | None = None
         self._versions = 0
         self._faces: list[Face] = []
         # The engine this buffer belongs to, set when it is complete; weak, so that engines can be collected.
         self.core: Callable[[], Any] | None = None
+
+    def writing(self) -> AbstractContextManager[None]:
+        """Around every change of the shard: on a shelf, other ranks read it."""
+        return self._shelf.writing() if self._shelf is not None else nullcontext()
 
     @property
     def cut(self) -> bool:
@@ -207,8 +225,9 @@ class Weights:
         What was written to them meanwhile goes to the shard first. A view that somebody kept keeps its memory.
         """
         if self._version_sum() != self._versions:
-            for slot in self.spec.layout.slots:
-                self.follow(slot)
+            with self.writing():
+                for slot in self.spec.layout.slots:
+                    self.follow(slot)
         for face in self._faces:  # Face.hide, without a call for each
             face.param.data = face.hollow
             face.param.__class__ = face.hidden_class
@@ -301,6 +320,9 @@ class ParameterHome:
     def values(self) -> torch.Tensor:
         """The full values, which must be present."""
         return self.weights.full[self.slot.start : self.slot.stop].view(self.shape)
+
+    def writing(self) -> AbstractContextManager[None]:
+        return self.weights.writing()
 
     def written(self) -> None:
         self.weights.follow(self.slot)

@@ -126,7 +126,7 @@ def lower(plan: Plan, facts: Facts) -> Schedule:
                     _lower_gradient(buffer, plan, events)
                     _lower_step(buffer, events)
         ops.update({(unit.name, event): tuple(listed) for event, listed in events.items()})
-    return Schedule(plan, facts, buffers, ops, _lower_vote(buffers, facts.mesh))
+    return Schedule(plan, facts, buffers, ops, _lower_vote(buffers, len(facts.units), facts.mesh))
 
 
 def _buffers(unit: UnitFact, plan: Plan, mesh: Mesh) -> list[Buffer]:
@@ -211,11 +211,12 @@ def _lower_step(buffer: Buffer, events: dict[Event, list[Op]]) -> None:
         listed.append(Op("spread", "parameter", buffer.name, whole, codec, _peers(buffer, whole), "within"))
 
 
-def _lower_vote(buffers: Sequence[Buffer], mesh: Mesh) -> tuple[Op, ...]:
-    """Norm and overflow, and per trainable parameter whether any rank used it; see :mod:`onecopy.engine.step`."""
+def _lower_vote(buffers: Sequence[Buffer], units: int, mesh: Mesh) -> tuple[Op, ...]:
+    """Norm and overflow, per unit whether a rank has gradients left, and per trainable parameter whether any rank used
+    it; see :mod:`onecopy.engine.step`."""
     if mesh.world == 1:
         return ()
-    elements = 1 + sum(len(buffer.layout.slots) for buffer in buffers if buffer.trainable)
+    elements = 1 + units + sum(len(buffer.layout.slots) for buffer in buffers if buffer.trainable)
     sent = 2 * elements * (mesh.world - 1) // mesh.world
     group: Group = "world"
     return (Op("vote", "norm", "*", elements, "float64", sent, group),)

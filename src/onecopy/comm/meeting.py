@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from onecopy.comm.groups import world_size
-from onecopy.errors import CheckpointError, OneCopyError
+from onecopy.comm import watch
+from onecopy.comm.groups import control, world_size
+from onecopy.errors import CheckpointError, HangError, OneCopyError, RankMismatchError
 
-__all__ = ["collect", "from_rank0", "meet", "my_rank", "same", "tell", "together"]
+__all__ = ["all_or_none", "collect", "from_rank0", "meet", "my_rank", "same", "tell", "together"]
 
 T = TypeVar("T")
+# How often each thing was met for, under the default group that the store belongs to.
+_COUNTS: dict[str, int] = {}
+_COUNTED: list[object] = []
 
 
 def my_rank() -> int:
@@ -22,33 +25,39 @@ def my_rank() -> int:
     return dist.get_rank() if world_size() > 1 else 0
 
 
-def meet(what: str, call: str, patience: float) -> None:
-    """Wait until every rank is here. ``call`` is the same text on all of them, and that of no other call under way.
+def meet(what: str, call: str | None = None, patience: float | None = None, error: type[OneCopyError] = HangError) -> None:
+    """Wait until every rank is here. ``call`` is the same text on all of them, and that of no other call under way;
+    by default the ranks' n-th calls belong together.
 
-    Raises :class:`CheckpointError` that says who is here and who is not, after ``patience`` seconds. A collective would
-    wait for the missing ranks until the process group gives up, and then not know who they were.
+    Raises ``error`` that says who is here and who is not, and where, after ``patience`` seconds (default: the job's). A
+    collective would wait for the missing ranks until the process group gives up, and break it.
     """
     world = world_size()
     store = distributed_c10d._get_default_store() if world > 1 else None
     if store is None:
         return
-    keys = [f"onecopy/{what}/{call}/{rank}" for rank in range(world)]
-    own = keys[my_rank()]
-    store.set(own, "here")
-    deadline, pause = time.monotonic() + patience, 0.001
-    while not store.check(keys):
-        if time.monotonic() > deadline:
-            here = [rank for rank, key in enumerate(keys) if store.check([key])]
-            missing = [rank for rank in range(world) if rank not in here]
-            store.delete_key(own)
-            raise CheckpointError(
-                f"collective {what} entered by ranks {here}, missing {missing} after {patience:g} s: every rank must "
-                f"call {what}() at the same step (patience= waits longer)"
-            )
-        time.sleep(pause)
-        pause = min(2 * pause, 0.1)
+    watch.start()
+    patience = watch.patience() if patience is None else patience
+    if call is None:
+        call = str(_count(what, store))
+    key = f"onecopy/{what}/{call}"
+    missing = watch.arrive(store, key, my_rank(), world, patience)
+    if missing:
+        here = [rank for rank in range(world) if rank not in missing]
+        raise error(
+            f"collective {what} entered by ranks {here}, missing {missing} after {patience:g} s: every rank must call "
+            + "\n".join([f"{what}() at the same step (patience= waits longer)", *watch.reports(missing)])
+        )
     tell(None)  # everybody is here, but only now has everybody seen it
-    store.delete_key(own)
+    watch.depart(store, key, my_rank())
+
+
+def _count(what: str, store: object) -> int:
+    if not _COUNTED or _COUNTED[0] is not store:
+        _COUNTED[:] = [store]
+        _COUNTS.clear()
+    _COUNTS[what] = _COUNTS.get(what, 0) + 1
+    return _COUNTS[what]
 
 
 def tell(value: T) -> list[T]:
@@ -57,7 +66,8 @@ def tell(value: T) -> list[T]:
     if world == 1:
         return [value]
     told: list[Any] = [None] * world
-    dist.all_gather_object(told, value)
+    with watch.waiting("a word from every rank"):
+        dist.all_gather_object(told, value, group=control())
     return told
 
 
@@ -67,8 +77,22 @@ def collect(value: T) -> list[T]:
     if world == 1:
         return [value]
     told: list[Any] | None = [None] * world if my_rank() == 0 else None
-    dist.gather_object(value, told, 0)
+    with watch.waiting("a word from every rank"):
+        dist.gather_object(value, told, 0, group=control())
     return told or []
+
+
+def all_or_none(make: Callable[[], T]) -> T:
+    """``make()``, or an error on every rank when it fails on any: there its own, elsewhere
+    :class:`RankMismatchError`."""
+    result, problem = _attempt(make)
+    texts = tell(None if problem is None else _text(problem))
+    if problem is not None:
+        raise problem
+    for rank, text in enumerate(texts):
+        if text is not None:
+            raise RankMismatchError(f"rank {rank} failed: {text}")
+    return result  # type: ignore[return-value]
 
 
 def together(make: Callable[[], T]) -> T:
@@ -85,19 +109,20 @@ def from_rank0(make: Callable[[], T]) -> T:
     result, problem = _attempt(make) if my_rank() == 0 else (None, None)
     told = [(result, None if problem is None else _text(problem))]
     if world_size() > 1:
-        dist.broadcast_object_list(told, 0)
+        with watch.waiting("a word from rank 0"):
+            dist.broadcast_object_list(told, 0, group=control())
     value, text = told[0]
     if text is not None:
         raise CheckpointError(text) from problem
     return value  # type: ignore[return-value]
 
 
-def same(what: str, value: Any) -> None:
-    """Raise :class:`CheckpointError` on every rank unless all have an equal ``value``."""
+def same(what: str, value: Any, error: type[OneCopyError] = CheckpointError) -> None:
+    """Raise ``error`` on every rank unless all have an equal ``value``."""
     told = tell(value)
     for rank, theirs in enumerate(told):
         if theirs != told[0]:
-            raise CheckpointError(f"ranks disagree about {what}: rank 0 has {told[0]!r}, rank {rank} has {theirs!r}")
+            raise error(f"ranks disagree about {what}: rank 0 has {told[0]!r}, rank {rank} has {theirs!r}")
 
 
 def _attempt(make: Callable[[], T]) -> tuple[T | None, Exception | None]:
