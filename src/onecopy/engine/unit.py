@@ -16,29 +16,52 @@ from torch import nn
 from onecopy.plan.layout import ParamFact, UnitFact
 from onecopy.plan.plan import Units
 
-__all__ = ["UnitModules", "bare_name", "find_units", "named_parameters"]
+__all__ = ["UnitModules", "find_units", "named_modules", "named_parameters"]
 
-_WRAPPER = "_orig_mod"  # what torch.compile names the module it wraps
+# What torch.compile and activation checkpointing name the module they wrap. No model has these names by itself; data
+# parallel wrappers say "module", which many a model says too, so those are known by their type.
+_WRAPPED = ("_orig_mod", "_checkpoint_wrapped_module")
+_PARALLEL = (nn.DataParallel, nn.parallel.DistributedDataParallel)
 
 
-def bare_name(name: str) -> str:
-    """``name`` without the prefixes that compiling or wrapping a module adds."""
-    return ".".join(part for part in name.split(".") if part not in (_WRAPPER, ""))
+def _inner(module: nn.Module) -> nn.Module | None:
+    """The module that ``module`` only wraps; None when it has anything of its own."""
+    children = module._modules
+    if len(children) != 1 or module._parameters or module._buffers:
+        return None
+    key, child = next(iter(children.items()))
+    return child if key in _WRAPPED or (key == "module" and isinstance(module, _PARALLEL)) else None
 
 
 def _unwrapped(module: nn.Module) -> nn.Module:
-    while hasattr(module, _WRAPPER):
-        module = getattr(module, _WRAPPER)
+    while (inner := _inner(module)) is not None:
+        module = inner
     return module
+
+
+def _bare(path: str, module: nn.Module, key: str) -> str:
+    """The name of what ``module``, called ``path``, has as ``key``: without the prefix that a wrapper adds."""
+    if _inner(module) is not None:
+        return path
+    return f"{path}.{key}" if path else key
+
+
+def named_modules(model: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """Every module of ``model`` under every bare name it has; a wrapper has the name of what it wraps."""
+    yield path, model
+    for key, child in model._modules.items():
+        if child is not None:
+            yield from named_modules(child, _bare(path, model, key))
 
 
 def named_parameters(model: nn.Module) -> dict[nn.Parameter, list[str]]:
     """Every parameter of ``model`` once, with all its bare names (several when weights are tied)."""
     names: dict[nn.Parameter, list[str]] = {}
-    for name, param in model.named_parameters(remove_duplicate=False):
-        listed = names.setdefault(param, [])
-        if bare_name(name) not in listed:
-            listed.append(bare_name(name))
+    for path, module in named_modules(model):
+        for key, param in module._parameters.items():
+            name = _bare(path, module, key)
+            if param is not None and name not in names.setdefault(param, []):
+                names[param].append(name)
     return names
 
 
@@ -74,6 +97,7 @@ def find_units(model: nn.Module, policy: Units) -> list[UnitModules]:
     """
     units: list[UnitModules] = []
     home: dict[nn.Parameter, UnitModules] = {}
+    root = _unwrapped(model)
     for name, entry, members in _candidates(model, "", policy.blocks):
         fresh = [param for param in members if param not in home]
         for param in members:
@@ -81,7 +105,7 @@ def find_units(model: nn.Module, policy: Units) -> list[UnitModules]:
                 home[param].entries.append(entry)
         if not fresh:
             continue
-        unit = _unit_for(units, entry is model, policy)
+        unit = _unit_for(units, entry is root, policy)
         if unit is None:
             unit = UnitModules(name or "root")
             units.append(unit)
@@ -99,7 +123,7 @@ def _mark_spans(model: nn.Module, units: list[UnitModules]) -> None:
     for unit, following in zip(units, [*units[1:], None], strict=True):
         last = max(place[entry] for entry in unit.entries)
         after = min(place[entry] for entry in following.entries) if following is not None else len(place)
-        unit.spans = model in unit.entries or last > after
+        unit.spans = _unwrapped(model) in unit.entries or last > after
 
 
 def _unit_for(units: list[UnitModules], is_root: bool, policy: Units) -> UnitModules | None:
@@ -125,11 +149,11 @@ def _candidates(module: nn.Module, name: str, blocks: tuple[str, ...] | None) ->
     if own:
         yield name, module, own
     for key, child in module.named_children():
-        path = bare_name(f"{name}.{key}")
+        path = _bare(name, module, key)
         if _are_experts(child, path):
             yield path, module, list(child.parameters())
         elif blocks is None and _repeats(_unwrapped(child)):
-            for index, block in child.named_children():
+            for index, block in _unwrapped(child).named_children():
                 yield f"{path}.{index}", block, list(block.parameters())
         elif blocks is not None and type(_unwrapped(child)).__name__ in blocks:
             yield path, child, list(child.parameters())
