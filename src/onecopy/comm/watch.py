@@ -198,18 +198,35 @@ def _roll_call() -> dict[int, tuple[Report | None, str]]:
 
 
 def arrive(store: Any, key: str, rank: int, world: int, seconds: float) -> list[int]:
-    """Say in ``store`` that ``rank`` has come to ``key`` and wait for all ``world``; those missing after ``seconds``."""
+    """Say in ``store`` that ``rank`` has come to ``key`` and wait for all ``world``; those missing after ``seconds``.
+
+    Ranks that waited together give up one after another: those that have say so, and do not count as missing to the
+    others while somebody never came.
+    """
     keys = [f"{key}/{other}" for other in range(world)]
+    gone = [f"{key}/{other}/gone" for other in range(world)]
+    if gone[rank] in _gave_up:
+        store.delete_key(gone[rank])
+        _gave_up.discard(gone[rank])
     store.set(keys[rank], "here")
     deadline, pause = time.monotonic() + seconds, 0.001
     while not store.check(keys):
         if time.monotonic() > deadline:
-            missing = [other for other in range(world) if not store.check([keys[other]])]
+            absent = [other for other in range(world) if not store.check([keys[other]])]
+            if not absent:
+                break
+            never = [other for other in absent if not store.check([gone[other]])]
+            store.set(gone[rank], "gone")  # before the key goes, so that nobody sees neither
+            _gave_up.add(gone[rank])
             depart(store, key, rank)
-            return missing
+            return never or absent
         time.sleep(pause)
         pause = min(2 * pause, 0.1)
     return []
+
+
+# What this process left in the store when it gave up; taken back when it comes to the same place again.
+_gave_up: set[str] = set()
 
 
 def depart(store: Any, key: str, rank: int) -> None:
