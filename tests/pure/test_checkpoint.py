@@ -326,6 +326,11 @@ def test_the_way_to_a_checkpoint_is_checked(tmp_path: Path) -> None:
     assert "latest names 'gone', but" in refused(runs)
     (runs / "latest").write_text("../first")
     assert "cannot name a checkpoint" in refused(runs)
+    (runs / "latest").write_text("")
+    said = refused(runs)
+    assert f"{runs / 'latest'} says '', which cannot name a checkpoint" in said and "first, second" in said
+    said = refused(runs, "../first")
+    assert "'../first' cannot name a checkpoint" in said and "first, second" in said
     (runs / "latest").unlink()
     said = refused(runs)
     assert "latest cannot be read" in said
@@ -418,6 +423,7 @@ def killed_at(call: int, save: Callable[[], Any]) -> bool:
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
 
 
+@pytest.mark.filterwarnings("ignore:.*did not come to its end")
 @pytest.mark.parametrize("tag", ["new", "old"])
 def test_whenever_a_save_is_killed_a_complete_one_is_found(tmp_path: Path, tag: str) -> None:
     """``old`` replaces the only checkpoint there is; its name leads to the former or the new one, never to none."""

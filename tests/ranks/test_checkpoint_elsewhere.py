@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -317,3 +318,49 @@ def test_a_rank_reads_what_it_keeps(tmp_path: Path, dtype: str | None) -> None:
         assert found["stage 0"] == 3 * size
         assert found["stage 1"] == found["stage 2"] == size + 2 * size // 2
         assert found["stage 3"] == found["stage 3 held"] == 3 * size // 2
+
+
+# -------------------------------------------------------------------------------------------------------- client state
+
+
+def keep_own(rank: int, world: int, folder: str) -> None:
+    engine = start("toy", onecopy.stage(1))
+    engine.save(folder, "own", {"rank": rank, "pair": (rank, float("inf"))})
+    engine.save(folder, "some", None if rank == 1 else {"rank": rank})
+    engine.save(folder, "same", {"epoch": 3})
+    engine.close()
+
+
+def give_back(rank: int, world: int, folder: str) -> list[dict[str, Any]]:
+    engine = start("toy", onecopy.stage(3))
+    found = [dict(engine.load(folder, tag)) for tag in ("own", "some", "same")]
+    engine.close()
+    return found
+
+
+def test_a_rank_gets_its_own_client_state_or_that_of_rank_0(tmp_path: Path) -> None:
+    run_ranks(keep_own, 3, str(tmp_path))
+    assert '"client_states": {}' in (tmp_path / "same" / "manifest.json").read_text(), "written once where it is the same"
+    for world in (1, 2, 3, 4):
+        for rank, (own, some, same) in enumerate(run_ranks(give_back, world, str(tmp_path))):
+            saved = rank if rank < 3 else 0
+            assert own == {"rank": saved, "pair": (saved, float("inf"))}
+            assert some == {"rank": 0 if rank == 1 else saved}
+            assert same == {"epoch": 3}
+
+
+def other_folders(rank: int, world: int, folder: str) -> list[str]:
+    """Two saves of one shape before any step: nothing but the weights tells them apart."""
+    engine = start("toy", onecopy.stage(3))
+    for name in "01":
+        engine.save(f"{folder}/{name}", "first")
+    said = [refusal(partial(engine.load, f"{folder}/{where}", "first")) for where in (rank, "no" if rank else 0)]
+    engine.close()
+    return said
+
+
+def test_ranks_that_load_from_different_folders_are_told_which(tmp_path: Path) -> None:
+    one, two = run_ranks(other_folders, 2, str(tmp_path))
+    assert one == two
+    assert f"rank 0 loads {tmp_path}/0/first, and {tmp_path}/1/first is another one" in one[0] and "on rank 1" in one[0]
+    assert "manifest.json cannot be read" in one[1] and "on rank 1" in one[1]

@@ -137,7 +137,11 @@ class SchedulerRecord(_Record):
 
 
 class Manifest(_Record):
-    """All of ``manifest.json``. ``parameters`` and optimizer groups call a parameter by the first of its names."""
+    """All of ``manifest.json``. ``parameters`` and optimizer groups call a parameter by the first of its names.
+
+    ``client_states``: by rank, those that differ from ``client_state``, which is rank 0's. ``id``: no two saves have the
+    same.
+    """
 
     format: int
     library: dict[str, str]
@@ -150,7 +154,9 @@ class Manifest(_Record):
     scheduler: SchedulerRecord | None
     loss_scale: dict[str, float] | None
     client_state: Any
+    client_states: dict[int, Any] = {}
     files: dict[str, dict[str, int]]
+    id: str = ""
 
     def text(self) -> str:
         """The file's contents."""

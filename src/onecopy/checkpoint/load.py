@@ -1,7 +1,7 @@
 """``engine.load``: every rank reads the elements it keeps, whoever wrote them.
 
 1. *meet*     all ranks are in the same call, or an error says which are not
-2. *find*     rank 0 picks the checkpoint, so that all load the same one
+2. *find*     rank 0 picks the checkpoint, and all see that it is the one they have too
 3. *match*    every rank compares names, shapes and options with its model, and looks each range up in the files
 4. *read*     the ranges go to where the plan keeps them; up to here the engine is as it was
 5. *restore*  group options, schedule, loss scale, counters
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from onecopy.checkpoint import store
-from onecopy.checkpoint.format import Manifest, Parameter, State, Stored, decode, parse
+from onecopy.checkpoint.format import MANIFEST, Manifest, Parameter, State, Stored, decode, parse
 from onecopy.checkpoint.match import Differences, Match, groups_here, match
 from onecopy.checkpoint.modules import extra_modules, persistent_buffers
 from onecopy.checkpoint.save import check_at_rest
@@ -64,6 +64,7 @@ def load(
     meeting.together(lambda: check_at_rest(engine, "load"))
     found = meeting.from_rank0(lambda: store.find(Path(directory), tag))
     folder = Path(directory) / found.folder.name
+    meeting.together(lambda: _check_same(folder, found))
     groups = groups_here(engine)
     wanted = Wanted(optimizer_states, scheduler_states, strict)
     loading = meeting.together(lambda: Loading(engine, folder, found.text, groups, wanted))
@@ -72,11 +73,30 @@ def load(
         meeting.together(loading.restore)
     except CheckpointError as error:
         raise CheckpointError(f"{error}. The engine holds a part of {folder} now; load again to go on") from error
-    loaded = Loaded(decode(loading.manifest.client_state))
+    manifest = loading.manifest
+    loaded = Loaded(decode(manifest.client_states.get(meeting.my_rank(), manifest.client_state)))
     loaded.path, loaded.differences = str(folder), loading.match.differences
     if loading.match.differences.any() and meeting.my_rank() == 0:
         warnings.warn(f"loaded {folder} with differences: {loading.match.differences}", stacklevel=3)
+    if found.torn and meeting.my_rank() == 0:
+        warnings.warn(
+            f"loaded {folder}, which {store.POINTER!r} names; a later save did not come to its end: {found.torn}",
+            stacklevel=3,
+        )
     return loaded
+
+
+def _check_same(folder: Path, found: store.Found) -> None:
+    """Raise :class:`CheckpointError` unless ``folder`` is, to this rank, the checkpoint that rank 0 found, or a copy."""
+    try:
+        text = (folder / MANIFEST).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"rank 0 loads {found.folder}, but {folder / MANIFEST} cannot be read ({error})") from error
+    if text != found.text:
+        raise CheckpointError(
+            f"ranks name different checkpoints: rank 0 loads {found.folder}, and {folder} is another one. Give every rank "
+            "the same directory, or copies of it"
+        )
 
 
 @dataclass(frozen=True)
@@ -98,7 +118,7 @@ class Loading:
         self.engine = engine
         self.core: Core = engine._core
         self.folder = folder
-        self.manifest: Manifest = parse(text, str(folder / "manifest.json"))
+        self.manifest: Manifest = parse(text, str(folder / MANIFEST))
         # An engine without an optimizer has nothing to put these into.
         self.optimizer_states = wanted.optimizer_states and self.core.tiles is not None
         self.scheduler_states = wanted.scheduler_states and self.core.tiles is not None
@@ -135,7 +155,7 @@ class Loading:
             spans = list(state.covering(start, stop))
         except ValueError as error:
             raise CheckpointError(
-                f"{self.folder / 'manifest.json'} is damaged: of {what!r} of {record.names[0]!r} {error}"
+                f"{self.folder / MANIFEST} is damaged: of {what!r} of {record.names[0]!r} {error}"
             ) from error
         for span, _, _ in spans:
             self.reader.check(span, (span.stop - span.start,), state.dtype)

@@ -9,6 +9,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -58,6 +60,7 @@ class Share:
     scalars: dict[str, dict[str, Any]] = field(default_factory=dict)
     groups: dict[str, int] = field(default_factory=dict)
     bytes: int = 0
+    client: Any = None  # where it is not rank 0's
 
 
 @dataclass
@@ -89,11 +92,12 @@ def save(
     prepared = meeting.together(lambda: _prepare(engine, named, client_state))
     draft = Draft(Path(directory), named)
     size = sum(meeting.tell(prepared.share.bytes))
+    _note_client(prepared)
     nonce = meeting.from_rank0(lambda: draft.open(size))
     try:
         meeting.together(lambda: _write(draft, nonce, prepared))
         shares = meeting.collect(prepared.share)
-        meeting.from_rank0(lambda: draft.commit(_manifest(engine, prepared, shares)))
+        meeting.from_rank0(lambda: draft.commit(_manifest(engine, prepared, shares, nonce)))
     except CheckpointError:  # raised on every rank, so all are here
         meeting.from_rank0(draft.discard)
         raise
@@ -127,9 +131,8 @@ def _prepare(engine: Engine, tag: str, client_state: dict[str, Any] | None) -> P
     if client_state is not None and not isinstance(client_state, dict):
         raise CheckpointError(f"client_state is a {type(client_state).__name__}; give a dict")
     core, optimizer = engine._core, engine._core.optimizer
-    prepared = Prepared(
-        encode(client_state or {}, "client_state", tensors=False), _options(optimizer), _schedule(core.scheduler)
-    )
+    client = None if client_state is None else encode(client_state, "client_state", tensors=False)
+    prepared = Prepared(client, _options(optimizer), _schedule(core.scheduler))
     for unit in core.run.units:
         for weights in unit.weights:
             weights.notice_writes()
@@ -138,6 +141,17 @@ def _prepare(engine: Engine, tag: str, client_state: dict[str, Any] | None) -> P
         _add_modules(prepared, engine.module)
     prepared.share.bytes = file_bytes(prepared.tensors)
     return prepared
+
+
+def _note_client(prepared: Prepared) -> None:
+    """Share this rank's client state where there is one, and it is not rank 0's.
+
+    A digest is compared first: most loops give every rank the same, and that may be large.
+    """
+    digest = hashlib.sha256(json.dumps(prepared.client).encode()).hexdigest()
+    first = meeting.tell(digest)[0]
+    if prepared.client is not None and digest != first:
+        prepared.share.client = prepared.client
 
 
 def _options(optimizer: Optimizer | None) -> list[dict[str, Any]]:
@@ -238,7 +252,7 @@ def _write(draft: Draft, nonce: str, prepared: Prepared) -> None:
     prepared.share.bytes = write_tensors(draft.folder / file_of(meeting.my_rank()), prepared.tensors)
 
 
-def _manifest(engine: Engine, prepared: Prepared, shares: list[Share]) -> Manifest:
+def _manifest(engine: Engine, prepared: Prepared, shares: list[Share], nonce: str) -> Manifest:
     """On rank 0: what all ranks wrote."""
     core = engine._core
     parameters = _parameters(core, shares)
@@ -258,8 +272,10 @@ def _manifest(engine: Engine, prepared: Prepared, shares: list[Share]) -> Manife
         optimizer=_optimizer(core.optimizer, prepared, shares, list(parameters)),
         scheduler=prepared.scheduler,
         loss_scale=engine._scaler.state() if core.plan.precision.loss_scale is not None else None,
-        client_state=prepared.client,
+        client_state=prepared.client if prepared.client is not None else {},
+        client_states={rank: share.client for rank, share in enumerate(shares) if share.client is not None},
         files={file_of(rank): {"bytes": share.bytes} for rank, share in enumerate(shares)},
+        id=nonce,
     )
 
 

@@ -163,6 +163,7 @@ class Found:
 
     folder: Path
     text: str
+    torn: str = ""  # a newer save that was not finished, when nobody chose this one by its tag
 
 
 def complete_tags(directory: Path) -> list[str]:
@@ -197,7 +198,11 @@ def find(directory: Path, tag: str | None) -> Found:
             f"load({str(directory.parent)!r}, tag={directory.name!r})"
         )
     named = tag if tag is not None else _pointed(directory)
-    check_tag(named)
+    try:
+        check_tag(named)
+    except CheckpointError as error:
+        said = error if tag is not None else f"{directory / POINTER} says {named!r}, which cannot name a checkpoint"
+        raise CheckpointError(f"nothing to load: {said}. {_listed(directory)}") from error
     folder = directory / named
     if not folder.exists() and Draft(directory, named).former.exists():
         # A save was killed after it set the former checkpoint aside and before the new one was in place.
@@ -207,9 +212,17 @@ def find(directory: Path, tag: str | None) -> Found:
     if not folder.is_dir():
         raise CheckpointError(f"nothing to load: {why}{folder} does not exist. {_listed(directory)}")
     try:
-        return Found(folder, path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
+        return Found(folder, text, _torn(directory, path) if tag is None else "")
     except (OSError, UnicodeDecodeError) as error:
         raise CheckpointError(f"nothing to load: {why}{path} cannot be read ({error}). {_listed(directory)}") from error
+
+
+def _torn(directory: Path, manifest: Path) -> str:
+    """The newest save that was begun after ``manifest`` was written, and not finished; nothing where there is none."""
+    since = manifest.stat().st_mtime_ns
+    begun = [(path.stat().st_mtime_ns, str(path)) for path in directory.glob(".*.partial")]
+    return max((found for found in begun if found[0] >= since), default=(0, ""))[1]
 
 
 def _pointed(directory: Path) -> str:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from onecopy.checkpoint.modules import persistent_buffers
+from onecopy.comm import assembly
 from onecopy.comm.meeting import my_rank
 
 if TYPE_CHECKING:
@@ -19,6 +20,7 @@ __all__ = ["full_state_dict"]
 def full_state_dict(engine: Engine, rank0_only: bool) -> dict[str, Tensor]:
     """See :meth:`onecopy.Engine.full_state_dict`."""
     core = engine._core
+    assembly.settle()
     keeps = my_rank() == 0 or not rank0_only
     found: dict[Tensor, Tensor] = {}
     for unit in core.run.units:
