@@ -12,7 +12,21 @@ import pytest
 from onecopy.errors import OneCopyError, PlanError
 from onecopy.plan.check import check, legal_triple
 from onecopy.plan.layout import WITHIN, WORLD, Layout, ParamFact, UnitFact
-from onecopy.plan.plan import Batch, Clip, LossScale, Plan, Precision, Row, Rule, State, StepPolicy, Units, Wire
+from onecopy.plan.plan import (
+    Batch,
+    Clip,
+    LossScale,
+    Plan,
+    Precision,
+    Recipe,
+    Row,
+    Rule,
+    State,
+    StepPolicy,
+    Units,
+    Wire,
+    difference,
+)
 from onecopy.plan.presets import hsdp, mics, stage
 
 pytestmark = pytest.mark.pure
@@ -237,3 +251,18 @@ def test_a_layout_codec_is_checked() -> None:
 def test_plan_errors_are_value_errors_of_the_library() -> None:
     assert issubclass(PlanError, OneCopyError)
     assert issubclass(PlanError, ValueError)
+
+
+def test_two_plans_are_told_apart_by_the_fields_that_differ() -> None:
+    plan = stage(2, dtype="bf16").with_(optimizer=Recipe("AdamW", {"lr": 1e-3, "eps": 1e-8}), notes=("a",))
+    assert difference(plan, plan) == ""
+    assert difference(plan, plan.with_(group=2)) == "group: None and 2"
+    assert difference(stage(2, dtype="bf16"), stage(2, dtype="fp32")) == "precision.dtype: 'bfloat16' and 'float32'"
+    said = difference(stage(2), stage(3))
+    assert "rules[0].row.parameter.rest.shards: () and ('within',)" in said and "gradient" not in said
+    other = plan.with_(optimizer=Recipe("AdamW", {"lr": 1e-4}), notes=("a", "b"))
+    assert difference(plan, other) == (
+        "optimizer.params['lr']: 0.001 and 0.0001; optimizer.params['eps']: 1e-08 and absent; notes: ('a',) and ('a', 'b')"
+    )
+    assert difference(plan, plan.with_(optimizer=None)).startswith("optimizer: Recipe(type='AdamW'")
+    assert difference(stage(2, clip=1.0), stage(2, clip=2.0)) == "clip.max_norm: 1.0 and 2.0"

@@ -6,7 +6,8 @@ A plan is an ordered list of rules; the first whose pattern matches a parameter'
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -25,6 +26,7 @@ __all__ = [
     "StepPolicy",
     "Units",
     "Wire",
+    "difference",
 ]
 
 
@@ -177,3 +179,29 @@ class Plan:
     def with_(self, **changes: Any) -> Plan:
         """A copy with some fields replaced."""
         return replace(self, **changes)
+
+
+def difference(one: Plan, other: Plan) -> str:
+    """The fields in which two plans differ, each with both values: ``precision.dtype: 'float16' and 'bfloat16'``; empty
+    for equal plans."""
+    return "; ".join(f"{path}: {a} and {b}" for path, a, b in _differences("", one, other))
+
+
+def _differences(path: str, one: Any, other: Any) -> Iterator[tuple[str, str, str]]:
+    """The innermost fields that differ: what is there on one side only is shown whole."""
+    if repr(one) == repr(other):
+        return
+    if is_dataclass(one) and type(one) is type(other):
+        for part in fields(one):
+            inner = f"{path}.{part.name}" if path else part.name
+            yield from _differences(inner, getattr(one, part.name), getattr(other, part.name))
+    elif isinstance(one, tuple) and isinstance(other, tuple) and len(one) == len(other):
+        for at, (a, b) in enumerate(zip(one, other, strict=True)):
+            yield from _differences(f"{path}[{at}]", a, b)
+    elif isinstance(one, dict) and isinstance(other, dict):
+        for key in {**one, **other}:
+            a, b = (repr(side[key]) if key in side else "absent" for side in (one, other))
+            if a != b:  # the order of keys is no difference
+                yield f"{path}[{key!r}]", a, b
+    else:
+        yield path, repr(one), repr(other)

@@ -8,10 +8,10 @@ from onecopy.errors import PlanError
 from onecopy.plan.layout import WITHIN, Layout
 from onecopy.plan.plan import Batch, Clip, LossScale, Plan, Precision, Row, Rule, State, Units
 
-__all__ = ["hsdp", "mics", "stage"]
+__all__ = ["DTYPES", "hsdp", "mics", "stage"]
 
 _FULL, _CUT = Layout(), Layout(shards=WITHIN)
-_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 
 def _row(parameter: Layout, held: Layout, gradient: Layout, optimizer: Layout) -> Row:
@@ -49,7 +49,7 @@ def stage(
         raise PlanError(f"reshard_after_forward=False is for stage 3; stage {number} never shards parameters")
     _refuse_both(policies, precision=dtype is not None, batch=accumulation != 1)
     row = _ROWS[number] if reshard_after_forward else _row(_ROWS[number].parameter.rest, _FULL, *_tail(_ROWS[number]))
-    name = _DTYPES.get(dtype, dtype) if dtype else None
+    name = DTYPES.get(dtype, dtype) if dtype else None
     scale = LossScale() if name == "float16" else None
     policies.setdefault("precision", Precision(dtype=name, loss_scale=scale))
     policies.setdefault("batch", Batch(accumulation=accumulation))
