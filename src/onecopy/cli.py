@@ -15,7 +15,7 @@ from rich.console import Console
 from onecopy import gpt
 from onecopy.errors import ConfigError, OneCopyError
 from onecopy.launch import Outcome, default_ranks, place, run_ranks
-from onecopy.train import Method, Run, Settings, Task, show_report
+from onecopy.train import SAVE_EVERY, Method, Run, Settings, Task, show_report, what_is_kept
 from onecopy.train import train as run_training
 
 __all__ = ["app", "main"]
@@ -69,7 +69,7 @@ def train(
     lr: Annotated[float | None, typer.Option(help="Highest learning rate of AdamW (default: by the width)")] = None,
     recompute: Annotated[bool, typer.Option(help="Recompute activations in backward.")] = False,
     steps: Annotated[int, typer.Option(help="Optimizer steps in all, earlier runs included.")] = 300,
-    save_every: Annotated[int, typer.Option(help="Steps between checkpoints.")] = 200,
+    save_every: Annotated[int, typer.Option(help="Steps between checkpoints.")] = SAVE_EVERY,
     keep: Annotated[int, typer.Option(help="Newest checkpoints to keep.")] = 2,
     nproc: Ranks = None,
     as_json: Json = False,
@@ -80,8 +80,7 @@ def train(
     settings = Settings(task, method, Run(str(out), steps, save_every, keep))
     outcome, report = run_training(settings, default_ranks() if nproc is None else nproc)
     if outcome.exit_code:
-        note = "; the same command resumes from the newest checkpoint" if outcome.interrupted else ""
-        _fail(outcome, as_json, note)
+        _fail(outcome, as_json, f"; {what_is_kept(settings)}")
     if as_json:
         typer.echo(json.dumps(report))
     else:
@@ -111,6 +110,8 @@ def launch(
         raise ConfigError(f"script {script!r} does not exist; a module is run with --module {script}")
     ranks, nodes = place(hostfile, node_rank, nproc, master_port, master_addr)
     outcome = run_ranks([*(["-m"] if module else []), script, *(args or [])], ranks, nodes)
+    if outcome.failure is not None and outcome.failure.nothing_to_run:
+        raise ConfigError(f"--module {script} cannot be run: {outcome.failure.message}")
     if outcome.exit_code:
         _fail(outcome, as_json)
     if as_json:

@@ -64,8 +64,9 @@ class Nodes:
 
 @dataclass(frozen=True)
 class Failure:
-    """The rank that failed first. ``traceback`` is empty for a signal or a plain ``sys.exit``. ``classes``: qualified
-    names of the exception's class and its bases. ``others``: ranks that failed after it, earliest first."""
+    """The rank that failed first. ``traceback`` is empty for a signal, a plain ``sys.exit`` and a module that is not
+    there. ``classes``: qualified names of the exception's class and its bases. ``others``: ranks that failed after it,
+    earliest first."""
 
     rank: int
     pid: int
@@ -74,6 +75,11 @@ class Failure:
     traceback: str = ""
     classes: tuple[str, ...] = ()
     others: tuple[int, ...] = ()
+
+    @property
+    def nothing_to_run(self) -> bool:
+        """Did the rank not even find the module it was to run?"""
+        return not self.traceback and "builtins.ImportError" in self.classes
 
     def describe(self) -> str:
         """Several lines, the traceback last."""

@@ -73,6 +73,8 @@ def _write_failure(path: str, error: Exception) -> None:
     while frames is not None and _is_machinery(frames.tb_frame.f_code.co_filename):
         frames = frames.tb_next
     shown = "".join(traceback.format_exception(type(error), error, frames or error.__traceback__))
+    if frames is None and isinstance(error, ImportError):
+        shown = ""  # no line of the user's has run: there is no such module
     extra = {
         "py_callstack": shown,
         "timestamp": str(int(time.time())),

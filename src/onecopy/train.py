@@ -28,15 +28,18 @@ from onecopy import errors, gpt
 from onecopy.checkpoint.store import complete_tags
 from onecopy.errors import ConfigError
 from onecopy.launch import Failure, Outcome, run_ranks
+from onecopy.plan.check import check
+from onecopy.plan.presets import DTYPES
 from onecopy.report.measure import compare_table, human_bytes, human_count, lines, plan_table
 from onecopy.report.progress import RunDisplay, memory_in_use
 from onecopy.text import Rows, open_corpora
 
-__all__ = ["Method", "Run", "Settings", "Task", "claim", "main", "show_report", "train"]
+__all__ = ["SAVE_EVERY", "Method", "Run", "Settings", "Task", "claim", "main", "show_report", "train", "what_is_kept"]
 
 UNIFORM = math.log(256)  # nats per byte of a model that knows nothing
 _TASK, _REPORT, _LOG = "task.json", "report.json", "log.jsonl"
 _HELD_OUT_ROWS = 256
+SAVE_EVERY = 50  # steps: the most that an interruption costs
 _SHOW_EVERY = 5
 
 
@@ -91,7 +94,7 @@ class Run:
 
     out: str
     steps: int
-    save_every: int = 200
+    save_every: int = SAVE_EVERY
     keep: int = 2
 
 
@@ -130,12 +133,11 @@ class Settings:
                 raise ConfigError(f"{name} {number}: it is a whole number from 1")
         if self.method.lr is not None and not (math.isfinite(self.method.lr) and self.method.lr > 0):
             raise ConfigError(f"--lr {self.method.lr}: it is a finite number above 0")
-        self.method.plan(world)
+        if self.method.dtype not in (None, *DTYPES, *DTYPES.values()):
+            raise ConfigError(f"--dtype {self.method.dtype}: it is one of {', '.join(DTYPES)}")
+        check(self.method.plan(world), (), world)
         model = gpt.config(self.task.model, context=self.task.context)
         open_corpora(self.task.data, model.context)
-        out = Path(self.run.out)
-        if out.exists() and not out.is_dir():
-            raise ConfigError(f"--out {self.run.out} is a file; name a folder")
 
 
 def train(settings: Settings, ranks: int) -> tuple[Outcome, dict[str, Any]]:
@@ -162,16 +164,34 @@ def claim(settings: Settings) -> None:
     path = Path(settings.run.out) / _TASK
     text, _ = open_corpora(settings.task.data, gpt.config(settings.task.model, context=settings.task.context).context)
     ours = {**asdict(settings.task), "data": text.fingerprint}
-    if path.exists() and any(_checkpoints(settings).glob("step*")):
-        theirs = json.loads(path.read_text())
-        for key, value in ours.items():
-            if theirs.get(key) != value:
-                raise ConfigError(
-                    f"--out {settings.run.out} holds a run with {key} {theirs.get(key)!r}, this one has {value!r}; "
-                    "name another folder, or give the same to resume it"
-                )
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(ours, indent=1))
+    try:
+        if path.exists() and any(_checkpoints(settings).glob("step*")):
+            _same_task(settings, ours, json.loads(path.read_text()))
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(ours, indent=1))
+    except FileExistsError:
+        raise ConfigError(f"--out {settings.run.out} is a file; name a folder") from None
+    except OSError as error:
+        raise ConfigError(f"--out {settings.run.out} cannot be written ({error}); name another folder") from error
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"{path} is damaged: it is not JSON ({error}); name another folder with --out") from error
+
+
+def _same_task(settings: Settings, ours: dict[str, Any], theirs: dict[str, Any]) -> None:
+    for key, value in ours.items():
+        if theirs.get(key) != value:
+            raise ConfigError(
+                f"--out {settings.run.out} holds a run with {key} {theirs.get(key)!r}, this one has {value!r}; "
+                "name another folder, or give the same to resume it"
+            )
+
+
+def what_is_kept(settings: Settings) -> str:
+    """What of an interrupted run the same command goes on from."""
+    tags = complete_tags(_checkpoints(settings))
+    if not tags:
+        return f"no checkpoint was written yet (--save-every {settings.run.save_every}), so the same command begins anew"
+    return f"the same command resumes from {_checkpoints(settings) / max(tags)}"
 
 
 def show_report(report: dict[str, Any], console: Console) -> None:

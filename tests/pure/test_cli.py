@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+import re
 import socket
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 from rich.console import Console
 
+import onecopy
 from onecopy import cli, launch, train
-from onecopy.errors import ConfigError
+from onecopy.errors import ConfigError, EngineError
 from onecopy.report.measure import compare_table, human_bytes, human_count, lines, plan_table
 
 pytestmark = pytest.mark.pure
@@ -35,6 +38,10 @@ def test_version_and_help(capsys: pytest.CaptureFixture[str], monkeypatch: pytes
 
 BAD = {
     "stage": (["train", "--stage", "4"], "stage 4 does not exist; choose 0, 1, 2 or 3"),
+    "dtype": (["train", "--dtype", "fp8"], "--dtype fp8: it is one of fp32, bf16, fp16"),
+    "out": (["train", "--out", "/proc/x"], "--out /proc/x cannot be written"),
+    "out is a file": (["train", "--out", __file__], f"--out {__file__} is a file; name a folder"),
+    "out in a file": (["train", "--out", f"{__file__}/x"], f"--out {__file__}/x cannot be written"),
     "model": (["train", "--model", "huge"], "model 'huge' does not exist"),
     "data": (["train", "--data", "nowhere"], "'nowhere' is neither a file nor a folder"),
     "steps": (["train", "--steps", "0"], "--steps 0"),
@@ -87,6 +94,49 @@ def test_a_folder_with_another_run_is_refused(
     text.write_bytes(bytes(range(256)) * 90)
     code, _, err = run(capsys, monkeypatch, *command)
     assert code == 2 and "holds a run with data " in err
+
+
+def test_a_note_of_what_the_folder_is_for_may_be_damaged(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "checkpoints" / "step00000005").mkdir(parents=True)
+    (tmp_path / "task.json").write_text('{"model": "ti')
+    code, _, err = run(capsys, monkeypatch, "train", "--out", str(tmp_path))
+    assert code == 2 and err.startswith(f"error: {tmp_path}/task.json is damaged") and err.count("\n") == 1
+
+
+def test_an_interruption_promises_no_checkpoint_that_is_not_there(tmp_path: Path) -> None:
+    settings = train.Settings(train.Task(), train.Method(), train.Run(str(tmp_path), 300))
+    assert train.what_is_kept(settings) == (
+        "no checkpoint was written yet (--save-every 50), so the same command begins anew"
+    )
+    engine = onecopy.initialize(torch.nn.Linear(2, 2), onecopy.stage(1))
+    for tag in ("step00000050", "step00000100"):
+        engine.save(tmp_path / "checkpoints", tag)
+    engine.close()
+    (tmp_path / "checkpoints" / "step00000150").mkdir()  # not a whole one
+    assert train.what_is_kept(settings) == f"the same command resumes from {tmp_path}/checkpoints/step00000100"
+
+
+@pytest.mark.parametrize(
+    ("changed", "says"),
+    [
+        ({"WORLD_SIZE": "two"}, "WORLD_SIZE is 'two' in the environment; it must be a whole number from 1"),
+        ({"WORLD_SIZE": "0"}, "WORLD_SIZE is '0'"),
+        ({"WORLD_SIZE": "-2"}, "WORLD_SIZE is '-2'"),
+        ({"RANK": "first"}, "RANK is 'first' in the environment; it must be a whole number from 0 to 1"),
+        ({"RANK": "2"}, "RANK is '2'"),
+        ({"MASTER_PORT": "any"}, "MASTER_PORT is 'any' in the environment; it must be a whole number from 1 to 65535"),
+    ],
+)
+def test_a_launchers_variable_that_cannot_be_is_named(
+    changed: dict[str, str], says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    good = {"WORLD_SIZE": "2", "RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29511"}
+    for name, value in (good | changed).items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(EngineError, match=re.escape(says)):
+        onecopy.initialize(torch.nn.Linear(2, 2), onecopy.stage(1))
 
 
 def test_settings_survive_json() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -54,6 +55,35 @@ def test_a_module_runs_as_with_python_m(tmp_path: Path) -> None:
     script(tmp_path, "import sys\nprint('module', __name__, sys.argv[1:])", "job.py")
     done = launch("--nproc", "1", "-m", "job", "a", cwd=tmp_path)
     assert done.returncode == 0 and done.stdout == "module __main__ ['a']\n", done.stderr
+
+
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        (["-m", "no.module"], "error: --module no.module cannot be run: .*No module named 'no'"),
+        (["-m", "folder"], "error: --module folder cannot be run: .*'folder' is a package and cannot be directly executed"),
+        (["-m", "job.py"], "error: --module job.py cannot be run: .*Try using 'job' instead of 'job.py'"),
+        (["missing.py"], "error: script 'missing.py' does not exist; a module is run with --module missing.py"),
+    ],
+)
+def test_nothing_to_run_is_one_line(args: list[str], says: str, tmp_path: Path) -> None:
+    script(tmp_path, "")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "__init__.py").touch()
+    done = launch("--nproc", "2", *args, cwd=tmp_path)
+    assert done.returncode == 2 and not done.stdout
+    assert done.stderr.count("\n") == 1 and re.match(says, done.stderr), done.stderr
+
+
+@pytest.mark.parametrize("module", ["job", "folder.job"])
+def test_an_import_that_fails_in_the_users_code_keeps_its_traceback(module: str, tmp_path: Path) -> None:
+    (tmp_path / "folder").mkdir()
+    script(tmp_path, "import nowhere" if module == "job" else "", "job.py")
+    script(tmp_path, "import nowhere", "folder/__init__.py")
+    script(tmp_path, "", "folder/job.py")
+    done = launch("--nproc", "1", "-m", module, cwd=tmp_path)
+    assert done.returncode == 1 and "import nowhere" in done.stderr
+    assert done.stderr.strip().endswith("ModuleNotFoundError: No module named 'nowhere'"), done.stderr
 
 
 def test_the_end_of_a_script_is_that_of_a_program(tmp_path: Path) -> None:

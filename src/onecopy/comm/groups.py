@@ -25,11 +25,15 @@ def ensure_process_group(device: torch.device) -> None:
     """Start the default process group from the launcher's environment unless it runs already.
 
     With ``WORLD_SIZE`` unset this is a run of one process and needs none. Raises :class:`EngineError` when the
-    environment names some of the launcher's variables and not others, rather than training each rank alone.
+    environment names some of the launcher's variables and not others, rather than training each rank alone, and for
+    values of them that cannot be.
     """
     if not dist.is_available() or dist.is_initialized():
         return
-    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+    if "WORLD_SIZE" not in os.environ:
+        return
+    world = _number("WORLD_SIZE", 1)
+    if world == 1:
         return
     missing = [name for name in _LAUNCH if name not in os.environ]
     if missing:
@@ -37,6 +41,8 @@ def ensure_process_group(device: torch.device) -> None:
             f"WORLD_SIZE is {os.environ['WORLD_SIZE']} but {', '.join(missing)} not set, so the ranks cannot meet; "
             "start the script with `onecopy launch` or torchrun, or call torch.distributed.init_process_group first"
         )
+    _number("RANK", 0, world - 1)
+    _number("MASTER_PORT", 1, 65535)
     store, rank, world = _find_store()
     # The caller's own collectives have torch's patience: a rank may prepare data while the others wait at a barrier.
     how: dict[str, Any] = {"store": store, "rank": rank, "world_size": world}
@@ -45,6 +51,17 @@ def ensure_process_group(device: torch.device) -> None:
     else:
         dist.init_process_group(dist.get_default_backend_for_device(device), device_id=device, **how)
     _started.append(dist.group.WORLD)
+
+
+def _number(name: str, low: int, high: int | None = None) -> int:
+    """The launcher's variable ``name`` as a whole number from ``low`` to ``high`` (None: without end)."""
+    text = os.environ[name]
+    if not text.strip().isdecimal() or int(text) < low or (high is not None and int(text) > high):
+        legal = f"a whole number from {low}" + (f" to {high}" if high is not None else "")
+        raise EngineError(
+            f"{name} is {text!r} in the environment; it must be {legal}. `onecopy launch` and torchrun set it for every rank"
+        )
+    return int(text)
 
 
 def _find_store() -> tuple[Any, int, int]:
