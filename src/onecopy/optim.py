@@ -29,6 +29,7 @@ Factory = Callable[[list[nn.Parameter]], Optimizer]
 def build(optimizer: Optimizer | Factory, model: nn.Module) -> Optimizer:
     """The user's optimizer: as given, or made by calling it with the model's trainable parameters."""
     if isinstance(optimizer, Optimizer):
+        _refuse_strangers(optimizer, model)
         return optimizer
     if not callable(optimizer):
         raise PlanError(
@@ -59,6 +60,19 @@ def _sibling(optimizer: Optimizer, params: list[torch.Tensor]) -> Optimizer | No
         return None
     except ValueError as error:
         raise _not_elementwise(optimizer, f"it does not take flat pieces of tensors: {error}") from error
+
+
+def _refuse_strangers(optimizer: Optimizer, model: nn.Module) -> None:
+    """An optimizer over other tensors than the model's would train nothing, in silence."""
+    known = {id(param) for param in model.parameters()}
+    held = [param for group in optimizer.param_groups for param in group["params"]]
+    strangers = [param for param in held if id(param) not in known and param.requires_grad and param.numel()]
+    if strangers:
+        shapes = ", ".join(str(tuple(param.shape)) for param in strangers[:3])
+        raise PlanError(
+            f"the optimizer holds {len(strangers)} tensors that are not parameters of this model (shapes {shapes}"
+            f"{', ...' if len(strangers) > 3 else ''}); build it on the model given to onecopy.initialize"
+        )
 
 
 def _grads(shapes: Iterable[torch.Tensor], step: int) -> list[torch.Tensor]:
@@ -160,7 +174,6 @@ class Tiles:
             for param in held.params
             if isinstance(home := param.__dict__.get("_onecopy_home"), ParameterHome)
         }
-        self._refuse_strangers(homes)
         for index, group in enumerate(optimizer.param_groups):
             mine = []
             for param in group["params"]:
@@ -175,20 +188,6 @@ class Tiles:
         self._stepping = False
         optimizer.register_step_pre_hook(_only_by_the_engine(weakref.ref(self)))
         self.of_param = {piece.home.name: piece for pieces in self.pieces.values() for piece in pieces}
-
-    def _refuse_strangers(self, homes: dict[nn.Parameter, ParameterHome]) -> None:
-        strangers = [
-            param
-            for group in self.optimizer.param_groups
-            for param in group["params"]
-            if param not in homes and param.requires_grad and param.numel()
-        ]
-        if strangers:
-            shapes = ", ".join(str(tuple(param.shape)) for param in strangers[:3])
-            raise EngineError(
-                f"the optimizer holds {len(strangers)} tensors that are not parameters of this model (shapes {shapes}"
-                f"{', ...' if len(strangers) > 3 else ''}); build it on the model given to onecopy.initialize"
-            )
 
     @staticmethod
     def _piece(home: ParameterHome, group: int) -> Piece | None:

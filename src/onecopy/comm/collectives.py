@@ -18,7 +18,11 @@ from onecopy.comm.watch import waiting
 
 __all__ = ["OVER_WIRE", "Edge", "Exchange", "Message", "Native", "Pending", "edge_for", "sum_into"]
 
-_ALL_REDUCES = {"vote": "the vote of engine.step()", "sum": "the sum over the groups of ranks"}
+_ALL_REDUCES = {
+    "norms": "the norms of the gradients",
+    "sum": "the sum over the groups of ranks",
+    "vote": "the vote of engine.step()",
+}
 _KINDS = ("gather", "spread", "reduce")
 # Data that could not go the way its message announced is sent under the message's tag with this bit set.
 OVER_WIRE = 1 << 11

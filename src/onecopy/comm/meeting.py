@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from onecopy.comm import watch
+from onecopy.comm import assembly, watch
 from onecopy.comm.groups import control, world_size
 from onecopy.errors import CheckpointError, HangError, OneCopyError, RankMismatchError
 
@@ -36,6 +36,7 @@ def meet(what: str, call: str | None = None, patience: float | None = None, erro
     store = distributed_c10d._get_default_store() if world > 1 else None
     if store is None:
         return
+    assembly.settle()
     watch.start()
     patience = watch.patience() if patience is None else patience
     if call is None:
@@ -65,6 +66,7 @@ def tell(value: T) -> list[T]:
     world = world_size()
     if world == 1:
         return [value]
+    assembly.settle()
     told: list[Any] = [None] * world
     with watch.waiting("a word from every rank"):
         dist.all_gather_object(told, value, group=control())
@@ -109,6 +111,7 @@ def from_rank0(make: Callable[[], T]) -> T:
     result, problem = _attempt(make) if my_rank() == 0 else (None, None)
     told = [(result, None if problem is None else _text(problem))]
     if world_size() > 1:
+        assembly.settle()
         with watch.waiting("a word from rank 0"):
             dist.broadcast_object_list(told, 0, group=control())
     value, text = told[0]

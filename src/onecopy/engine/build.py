@@ -17,11 +17,11 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from onecopy.comm import meeting, watch
-from onecopy.comm.collectives import Edge, Exchange, Message, Pending, edge_for
+from onecopy.comm.collectives import Edge, Exchange, Message, edge_for
 from onecopy.comm.groups import Ranks, control, ensure_process_group, everybody, form_groups, world_size
 from onecopy.comm.shared import Shelf, open_shared, open_shelf
 from onecopy.engine.deferred import materialise_meta, whole_values
-from onecopy.engine.gathering import Gathering
+from onecopy.engine.gathering import Gathering, Others
 from onecopy.engine.gradients import Gradients
 from onecopy.engine.hooks import Hooks
 from onecopy.engine.ledger import Ledger
@@ -30,7 +30,7 @@ from onecopy.engine.rounds import Rounds
 from onecopy.engine.run import Run, UnitRun
 from onecopy.engine.step import Stepper
 from onecopy.engine.unit import UnitModules, find_units, named_parameters
-from onecopy.engine.weights import Weights
+from onecopy.engine.weights import Source, Weights
 from onecopy.errors import PlanError, RankMismatchError
 from onecopy.optim import Factory, Tiles, build, probe
 from onecopy.plan.check import check
@@ -113,9 +113,10 @@ def build_core(
 
     if _everywhere_meta(names):
         materialise_meta(model, device, names)
-    runs = _make_units(schedule, units, names, ranks.piece, edges, memory)
+    number = _engine_number()
+    runs = _make_units(schedule, units, names, ranks.piece, edges, memory, number)
     run = Run(schedule, runs, across, edges.shelf)
-    gathering = Gathering(run, plan.units.prefetch)
+    gathering = Gathering(run, Others(number, ledger))
     with run.writing():
         _adopt(run, gathering, world)
     _adopt_rest(model, names, device, dtype, world)
@@ -260,14 +261,13 @@ class Edges:
     shelf: Shelf | None = None
     places: tuple[Buffer, ...] = ()
 
-    def gather_of(
-        self, buffer: Buffer, message: Message
-    ) -> tuple[Callable[[torch.Tensor, torch.Tensor], Pending] | None, tuple[Shelf, torch.Tensor] | None]:
-        """What gathers ``buffer``, and where its shard is when that is not the device's own memory."""
+    def source(self, buffer: Buffer, message: Message) -> Source:
+        """Where ``buffer`` becomes whole from."""
         if self.shelf is not None and buffer in self.places:
             place = self.places.index(buffer)
-            return partial(self.shelf.gather, message=message, index=place), (self.shelf, self.shelf.shards[place])
-        return partial(self.gather.gather, message=message) if self.gather is not None else None, None
+            gather = partial(self.shelf.gather, message=message, index=place)
+            return Source(gather, self.shelf, self.shelf.shards[place])
+        return Source(partial(self.gather.gather, message=message) if self.gather is not None else None)
 
 
 def _make_edges(schedule: Schedule, ranks: Ranks, ledger: Ledger) -> tuple[Schedule, Edges]:
@@ -307,12 +307,12 @@ def _shared_edges(schedule: Schedule, ranks: Ranks, ledger: Ledger) -> tuple[Edg
     gather: Edge = Exchange(ranks.gather, ledger.sent)
     reduce: Edge = Exchange(ranks.reduce, ledger.sent)
     if spread:
-        opened = open_shared(ranks.gather, ledger.sent, spread, units.prefetch + 2)
+        opened = open_shared(ranks.gather, ledger.sent, spread, min(units.prefetch + 2, len(schedule.buffers)))
         if opened is None:
             return None
         gather, size = opened, opened.bytes
     if piece:
-        opened = open_shared(ranks.reduce, ledger.sent, piece, units.reduce_ahead + 2)
+        opened = open_shared(ranks.reduce, ledger.sent, piece, min(units.reduce_ahead + 2, len(schedule.buffers)))
         if opened is None:
             return None
         reduce, size = opened, size + opened.bytes
@@ -331,8 +331,8 @@ def _make_units(
     piece: int,
     edges: Edges,
     memory: DeviceMemory,
+    engine: int,
 ) -> list[UnitRun]:
-    engine = _engine_number()
     by_name = {known[0]: param for param, known in names.items()}
     place = {buffer: index for index, buffer in enumerate(schedule.buffers)}
     runs = []
@@ -343,15 +343,14 @@ def _make_units(
             index = place[buffer]
             moves = "gather" if buffer.cut(buffer.row.parameter.rest) else "spread"
             message = Message(moves, engine, index, unit.name)
-            gather, shelved = edges.gather_of(buffer, message)
-            run.weights.append(Weights(buffer, params, piece, gather, memory, shelved))
+            run.weights.append(Weights(buffer, params, piece, edges.source(buffer, message), memory))
             if buffer.trainable:
                 messages = (
                     Message("reduce", engine, index, unit.name),
                     Message("spread", engine, index, unit.name, second=True),
                 )
                 run.gradients.append(Gradients(buffer, piece, edges.reduce, memory, messages))
-        run.trainable = sum(len(gradients.used) for gradients in run.gradients)
+        run.trainable = sum(len(gradients.marks.used) for gradients in run.gradients)
         run.expected_uses = len(run.entries)
         run.waits_for_input = any(not weights.spec.trainable and weights.cut for weights in run.weights)
         runs.append(run)

@@ -19,6 +19,7 @@ from onecopy.comm import meeting
 from onecopy.comm.groups import ensure_process_group, everybody, world_size
 from onecopy.comm.watch import waiting
 from onecopy.engine.parameter import HOME, Face, hollow, home_of
+from onecopy.engine.pending import get_grad
 from onecopy.engine.weights import ParameterHome
 from onecopy.errors import EngineError
 from onecopy.tiers.memory import give_back_freed_memory, keep_freed_memory
@@ -50,6 +51,10 @@ class BornHome:
 
     def written(self) -> None:
         """Nothing is derived from the shard yet."""
+
+    def grad(self, param: torch.Tensor) -> torch.Tensor | None:
+        """There is no engine yet that would reduce one."""
+        return get_grad(param)
 
     def demand(self) -> bool:
         return False

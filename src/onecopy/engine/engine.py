@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -16,16 +16,20 @@ from torch.optim.lr_scheduler import LRScheduler
 from onecopy.checkpoint.load import Loaded, load
 from onecopy.checkpoint.save import save
 from onecopy.checkpoint.whole import full_state_dict
-from onecopy.comm import watch
+from onecopy.comm import assembly, watch
 from onecopy.engine.build import Core
+from onecopy.engine.hooks import scaled_loss
 from onecopy.engine.parameter import home_of
 from onecopy.engine.precision import LossScaler
 from onecopy.engine.step import raise_at_floor
+from onecopy.engine.uneven import Shares, uneven
 from onecopy.errors import EngineError
 from onecopy.plan.plan import Plan
 from onecopy.schedule.predict import predict
 
 __all__ = ["Engine"]
+
+T = TypeVar("T")
 
 _RESIDENT = ("parameter", "gradient", "master", "moments")
 
@@ -60,9 +64,11 @@ class Engine(nn.Module):
         plan, world = core.plan, core.ranks.mesh.world
         shares = plan.batch.accumulation if plan.batch.divide else 1
         core.hooks.gradient_scale = 1.0 / (world * shares)
+        self._shares = Shares(world * plan.batch.accumulation)
         core.hooks.scales = plan.precision.loss_scale is not None and core.optimizer is not None
         core.hooks.output_scale = lambda scaler=self._scaler: scaler.scale  # type: ignore[misc]
         core.rounds.boundary = _Boundary(self)
+        core.rounds.looks = lambda scaler=self._scaler: scaler.at_floor  # type: ignore[misc]
         watch.engines.add(self)
         # An engine that is dropped leaves no hooks on the model; they do not refer to it.
         weakref.finalize(self, core.hooks.remove)
@@ -114,11 +120,8 @@ class Engine(nn.Module):
         if not hooks.scales:
             loss.backward(**options)
             return loss
-        hooks.scaled_by_loss = True
-        try:
+        with scaled_loss(self._scaler.scale):
             (loss.float() * self._scaler.scale).backward(**options)
-        finally:
-            hooks.scaled_by_loss = False
         return loss
 
     def is_boundary(self) -> bool:
@@ -151,6 +154,7 @@ class Engine(nn.Module):
         when gradients overflow at the smallest loss scale.
         """
         self._optimizer()
+        assembly.settle()
         core, boundary = self._core, self.is_boundary()
         self._check_order()
         if boundary or core.rounds.must_meet():
@@ -159,6 +163,31 @@ class Engine(nn.Module):
         moved = self._step_boundary() if boundary else False
         self.micro_steps += 1
         return moved
+
+    def uneven(self, batches: Iterable[T]) -> Iterator[T]:
+        """``batches`` of this rank, for ranks that have different numbers of them. Collective in every iteration.
+
+        ::
+
+            for x, y in engine.uneven(loader):
+                engine(x, y).backward()
+                engine.step()
+
+        A rank that has no more batches goes on taking part with zeros, inside the loop, until no rank has any; the mean
+        is over the micro-batches that had data. A window that is left incomplete at the end is stepped with what it has.
+        """
+        return uneven(self, batches, self._shares)
+
+    @property
+    def has_gradients(self) -> bool:
+        """Has this rank gradients that no step has used?"""
+        return self._core.stepper is not None and self._core.stepper.has_gradients()
+
+    def train(self, mode: bool = True) -> Engine:
+        """As for any module. Ranks may run different numbers of forward passes in evaluation, and meet here again."""
+        if self._core.gathering.others.asks:
+            assembly.settle() if mode else assembly.expect()
+        return super().train(mode)
 
     def discard_gradients(self) -> None:
         """Forget the gradients of the open window, for example after an interrupted backward pass. On all ranks."""
@@ -178,7 +207,13 @@ class Engine(nn.Module):
             core.stepper.discard()
         for unit in core.run.units:
             for weights in unit.weights:
-                weights.core = None
+                weights.detach()
+
+    def __getstate__(self) -> Any:
+        raise EngineError(
+            "an engine is bound to its process groups and cannot be copied or pickled; copy engine.module and initialize "
+            "again, or write a checkpoint with engine.save()"
+        )
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Does nothing: gradients are dropped by :meth:`step`, so one in the middle of a window loses nothing."""
@@ -221,25 +256,28 @@ class Engine(nn.Module):
                     )
         self._refuse_strangers()
         gradient = core.memory.live["gradient"]
-        verdict = stepper.agree(self._scaler.scale, core.rounds.late())
+        # Gradients are too large by the loss scale, and too small where ranks had no data.
+        scale = self._scaler.scale / self._shares.take()
+        verdict = stepper.agree(scale, core.rounds.late())
         if any(verdict.late):
             core.rounds.send_late(verdict.late)
-            verdict = stepper.agree(self._scaler.scale, core.rounds.late())
+            verdict = stepper.agree(scale, core.rounds.late())
         if verdict.empty:
             stepper.discard()
             raise EngineError("step() without a backward pass on any rank since the last step: nothing to step with")
         if not verdict.finite and self._scaler.at_floor:
-            raise_at_floor(stepper, self._scaler, core.ranks, self.global_steps)
+            raise_at_floor(self._scaler, self.global_steps, core.rounds.suspects, core.hooks.outputs_finite())
         self.global_steps += 1
         self.grad_norm = verdict.norm
         if verdict.finite:
-            stepper.apply(verdict, self._scaler.scale)
+            stepper.apply(verdict, scale)
             if core.scheduler is not None:
                 core.scheduler.step()
         else:
             self.skipped_steps += 1
             stepper.discard()
         self._scaler.update(overflow=not verdict.finite)
+        core.rounds.suspects.clear()
         core.rounds.turns.learn(core.ranks)
         self._measured = self._measure(gradient)
         core.ledger.close_step()

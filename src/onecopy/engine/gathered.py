@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from onecopy.comm import meeting
+from onecopy.comm import assembly, meeting
 from onecopy.comm.groups import everybody, world_size
 from onecopy.comm.watch import waiting
 from onecopy.engine.deferred import BornHome
@@ -40,6 +40,7 @@ def gather_for_reading(params: nn.Module | nn.Parameter | Iterable[nn.Parameter]
     held = list(dict.fromkeys(home.weights for home in homes))
     if write_rank is not None and not 0 <= write_rank < world_size():
         raise EngineError(f"write_rank {write_rank} is not a rank; there are {world_size()}, counted from 0")
+    assembly.settle()
     opened = [weights for weights in held if not weights.present]
     for weights in opened:
         weights.start_gather()

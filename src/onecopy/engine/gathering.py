@@ -2,17 +2,46 @@
 
 from __future__ import annotations
 
+import weakref
+from dataclasses import dataclass
+
 import torch
 
+from onecopy.comm import assembly
+from onecopy.engine.ledger import Ledger
 from onecopy.engine.run import Run, UnitRun
 from onecopy.engine.weights import Weights
 
-__all__ = ["Gathering"]
+__all__ = ["Gathering", "Others"]
 
 
 def _chain(order: list[UnitRun]) -> dict[UnitRun, UnitRun | None]:
     """Who comes after whom; the last is followed by None."""
     return dict(zip(order, [*order[1:], None], strict=True)) if order else {}
+
+
+@dataclass
+class Others:
+    """What this engine's passes have to do with those of other ranks.
+
+    ``asks``: gathers need the other ranks, so in passes that they may not run too (``asking``) all say what they want
+    first. ``forwards``: training passes of this micro-batch. What is evaluated between two steps is part of neither, and
+    not on the ``ledger``.
+    """
+
+    engine: int
+    ledger: Ledger
+    asks: bool = False
+    asking: bool = False
+    forwards: int = 0
+
+    def begin(self, alone: bool, backward: bool) -> None:
+        """A pass begins; ``alone``: other ranks may not run it."""
+        self.asking = alone and self.asks
+        self.ledger.counts = not alone
+        self.forwards += not backward and not alone
+        if self.asks and not alone:
+            assembly.settle()
 
 
 class Gathering:
@@ -22,11 +51,10 @@ class Gathering:
     prefetching in the next of its kind; a pass that takes another way gathers what it needs at once.
     """
 
-    def __init__(self, run: Run, prefetch: int) -> None:
+    def __init__(self, run: Run, others: Others) -> None:
         self._run = run
-        self._prefetch = prefetch
+        self.others = others
         self._units = [unit for unit in run.units if unit.weights and any(weights.cut for weights in unit.weights)]
-        self._of = {id(weights): unit for unit in self._units for weights in unit.weights}
         self._next: dict[bool, dict[UnitRun, UnitRun | None]] = {False: {}, True: {}}
         self._trail: list[UnitRun] = []
         self._forward: list[UnitRun] = []
@@ -35,6 +63,10 @@ class Gathering:
         self._kept = False
         self.backward = False
         self.depth = 0
+        others.asks = any(weights.cut and not weights.alone for unit in self._units for weights in unit.weights)
+        if others.asks:
+            assembly.join(others.engine, weakref.WeakMethod(self.attend))
+            weakref.finalize(self, assembly.join, others.engine, None)
         # Boundary steps: what was saved of the parameters before one is not what they are after it.
         self.steps = 0
         # Storages of gathered buffers, so that what autograd saves of them can be recognised.
@@ -49,14 +81,24 @@ class Gathering:
 
     # Passes
 
-    def begin(self, backward: bool) -> None:
-        """A forward or backward pass starts."""
+    def begin(self, backward: bool, alone: bool = False) -> None:
+        """A forward or backward pass starts. ``alone``: other ranks may not run it."""
+        self.others.begin(alone, backward)
         self.backward = backward
         self._trail = []
         self._gathered.clear()
         if not backward:
             for unit in self._run.units:
                 unit.uses, unit.watching = 0, False
+
+    def attend_forward(self) -> None:
+        """Take part in the forward pass of a micro-batch that this rank has no data for, as the other ranks run it."""
+        self.begin(backward=False)
+        for unit in self._forward or self._units:
+            self.use(unit)
+            self.release(unit)
+            unit.uses = unit.expected_uses
+        self.end()
 
     def end(self) -> None:
         """The pass is over: whatever is still gathered goes, and the order it took is remembered."""
@@ -72,8 +114,13 @@ class Gathering:
         backward = [*shown, *(unit for unit in reversed(self._forward) if unit not in shown)]
         self._next = {False: _chain(self._forward), True: _chain(backward)}
         self._trail = []
-        for unit in self._units:
-            self.release(unit)
+        if not self.others.ledger.counts:
+            # No backward pass follows: nothing is held for one, or this rank would not need the next gather.
+            self.others.ledger.counts = True
+            self.backward = True
+            self.release_units()
+            self.backward = False
+        self.release_units()
 
     # Uses
 
@@ -81,18 +128,38 @@ class Gathering:
         """``unit`` is about to be read: its parameters are there when this returns."""
         if unit.present:
             return
-        if unit not in self._flying:
-            self._start(unit)
+        wanted = [] if unit in self._flying else [unit]
         self._trail.append(unit)
         coming = unit
-        for _ in range(self._prefetch):
+        for _ in range(self._run.schedule.plan.units.prefetch):
             following = self._next[self.backward].get(coming)
             if following is None:
                 break
             coming = following
             if not coming.present and coming not in self._gathered:
-                self._start(coming)
+                wanted.append(coming)
+        if self.others.asking and wanted:
+            assembly.ask(self.others.engine, [self._run.units.index(each) for each in wanted])
+        else:
+            for each in wanted:
+                self._start(each)
         self._land(unit)
+
+    def attend(self, index: int, wanted: bool) -> None:
+        """Take part in the gather of unit ``index`` that some rank asked for; ``wanted``: this one did."""
+        unit = self._run.units[index]
+        before, self.others.ledger.counts = self.others.ledger.counts, False
+        if wanted:
+            self._flying.add(unit)
+            self._gathered.add(unit)
+        for weights in unit.weights:
+            if not weights.cut:
+                continue
+            if wanted and not weights.present and weights.pending is None:
+                weights.start_gather()
+            else:
+                weights.attend()
+        self.others.ledger.counts = before
 
     def used(self, unit: UnitRun) -> None:
         """A forward call that reads ``unit`` has returned."""
@@ -118,25 +185,29 @@ class Gathering:
             self._land(unit)
         self._give_back(unit, "boundary" if self.backward else "post_forward")
 
+    def release_units(self) -> None:
+        """The pass is over for all units."""
+        for unit in self._units:
+            self.release(unit)
+
     def release_all(self) -> None:
         """Nothing may stay gathered: the weights are about to change."""
         self._kept = False
         self.steps += 1
         self.backward = True
-        for unit in self._units:
-            self.release(unit)
+        self.release_units()
         self.backward = False
 
     def unit_of(self, weights: Weights) -> UnitRun:
         """The unit that ``weights`` are a buffer of."""
-        return self._of[id(weights)]
+        return self._run.unit_of(weights)
 
     def demand(self, weights: Weights) -> bool:
         """A freed parameter is read outside its unit's modules: gather it now if a pass runs (backward: a part of a
         module is recomputed)."""
         if self.depth == 0 and torch._C._current_graph_task_id() == -1:
             return False
-        self.use(self._of[id(weights)])
+        self.use(self._run.unit_of(weights))
         return True
 
     def keep_all(self) -> None:

@@ -8,7 +8,17 @@ from onecopy.comm.collectives import Edge, Message, Pending
 from onecopy.schedule.lower import Buffer
 from onecopy.tiers.memory import DeviceMemory
 
-__all__ = ["Gradients"]
+__all__ = ["Gradients", "Marks"]
+
+
+class Marks:
+    """By slot: got a gradient in the open window (``used``), has one in the fill buffer (``filled``), got one in the
+    pass that is running (``arrived``)."""
+
+    __slots__ = ("arrived", "filled", "used")
+
+    def __init__(self, slots: int) -> None:
+        self.used, self.filled, self.arrived = [False] * slots, [False] * slots, [False] * slots
 
 
 class Gradients:
@@ -38,10 +48,9 @@ class Gradients:
         self._messages = messages
         self.filling = False
         self._transit = 0
-        self.used = [False] * len(spec.layout.slots)
-        self._filled = [False] * len(spec.layout.slots)
-        # Slots that got a gradient in the pass that is running.
-        self.arrived = [False] * len(spec.layout.slots)
+        self.marks = Marks(len(spec.layout.slots))
+        # How often something became final in this window; the same number on every rank.
+        self.settled = 0
         # One buffer object with its views per dtype, kept without memory between steps.
         self._buffers: dict[torch.dtype, tuple[torch.Tensor, list[torch.Tensor]]] = {}
 
@@ -81,17 +90,17 @@ class Gradients:
         self.fill = self._buffers[dtype][0]
         self.memory.materialise(self._kind, self.fill)
         self.filling = True
-        self._filled = [False] * len(self._filled)
+        self.marks.filled = [False] * len(self.marks.filled)
 
     def put(self, at: int, gradient: torch.Tensor, scale: float) -> None:
         """Add ``scale * gradient`` of the parameter in slot ``at``: at most one copy."""
         assert self.fill is not None
         view = self._buffers[self.fill.dtype][1][at]
-        self.used[at] = True
-        if self._filled[at]:
+        self.marks.used[at] = True
+        if self.marks.filled[at]:
             view.add_(gradient, alpha=scale)
             return
-        self._filled[at] = True
+        self.marks.filled[at] = True
         if scale == 1.0:
             view.copy_(gradient)
         elif view.dtype == gradient.dtype:
@@ -104,10 +113,17 @@ class Gradients:
         assert self.fill is not None
         self.filling = False
         for at, slot in enumerate(self.spec.layout.slots):
-            if not self._filled[at]:
+            if not self.marks.filled[at]:
                 self.fill[slot.start : slot.stop].zero_()
-                self._filled[at] = True
+                self.marks.filled[at] = True
         self.fill[self.spec.layout.numel :].zero_()
+
+    def not_finite(self) -> list[str]:
+        """Names of the parameters whose gradient in the fill buffer is not finite."""
+        assert self.fill is not None
+        views = self._buffers[self.fill.dtype][1]
+        slots = zip(self.spec.layout.slots, views, strict=True)
+        return [slot.param.name for slot, view in slots if not bool(torch.isfinite(view).all())]
 
     # Reducing
 
@@ -157,6 +173,7 @@ class Gradients:
 
     def settle(self) -> None:
         """What is reduced now is final: it joins what earlier backward passes of this step settled."""
+        self.settled += 1
         if self.cut:
             summed, self.current = self.current, None
         else:
@@ -182,16 +199,22 @@ class Gradients:
         piece = self.total if self.total.numel() == self.spec.layout.shard else self._own(self.total)
         return piece[: high - low]
 
+    @property
+    def any(self) -> bool:
+        """Is there a gradient of the open window?"""
+        return self.fill is not None or self.current is not None or self.total is not None
+
     def drop(self) -> None:
         """The step is over: nothing of the gradient is kept."""
         for held in (self.current, self.total):
             if held is not None and not self._views_fill(held):
                 self.memory.drop("gradient", held)
         self.current = self.total = None
+        self.settled = 0
         self.filling = False
         if self.fill is not None:
             self._release_fill()
-        self.used = [False] * len(self.used)
+        self.marks.used = [False] * len(self.marks.used)
 
     # Details
 

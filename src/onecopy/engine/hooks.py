@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -20,12 +22,13 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from onecopy.engine.gathering import Gathering
 from onecopy.engine.gradients import Gradients
+from onecopy.engine.pending import get_grad, set_grad
 from onecopy.engine.rounds import Rounds
 from onecopy.engine.run import Run, UnitRun
 from onecopy.engine.weights import Weights
 from onecopy.errors import EngineError
 
-__all__ = ["Hooks"]
+__all__ = ["Hooks", "scaled_loss"]
 
 _saved = torch._C._autograd
 _F = TypeVar("_F", bound=Callable[..., Any])
@@ -43,6 +46,20 @@ def _quiet(function: _F) -> _F:
     return function
 
 
+# What the loss that is running backward was multiplied with, by the engine whose ``backward`` runs.
+_loss_factor: list[float] = []
+
+
+@contextmanager
+def scaled_loss(factor: float) -> Iterator[None]:
+    """Around a backward pass that starts from a loss times ``factor``."""
+    _loss_factor.append(factor)
+    try:
+        yield
+    finally:
+        _loss_factor.pop()
+
+
 class Hooks:
     """Attaches the engine to ``root`` and passes events on to :class:`Gathering` and :class:`Rounds`."""
 
@@ -53,13 +70,15 @@ class Hooks:
         # Multiplies the gradients that enter the model at its outputs: the loss scale.
         self.output_scale: Callable[[], float] = lambda: 1.0
         self.scales = False
-        # The loss that backward starts from is multiplied already.
-        self.scaled_by_loss = False
         self.gradient_scale = 1.0
         self.scaled = False
+        # What the last pass gave, single numbers kept and others if the caller does: asked whether it was finite when
+        # gradients are not.
+        self._outputs: list[Callable[[], torch.Tensor | None]] = []
         self._handles: list[Any] = []
         self._targets: list[_Target] = []
         self._pushed: list[bool] = []
+        self._trains = any(unit.gradients for unit in run.units)
         self._attach_root(root)
         gathered = {weights.spec.unit for unit in run.units for weights in unit.weights if weights.cut}
         for unit in run.units:
@@ -99,7 +118,7 @@ class Hooks:
         if gathering.depth == 0 and not recomputing:
             if rounds.open:
                 rounds.abandon()
-            gathering.begin(backward=False)
+            gathering.begin(backward=False, alone=not (torch.is_grad_enabled() and self._trains))
             self.scaled = False
         gathering.depth += 1
         self._push()
@@ -121,11 +140,20 @@ class Hooks:
         if not torch.is_grad_enabled():
             return output
         if self.scales and gathering.depth == 0:
+            floats = [tensor for tensor in outputs if tensor.is_floating_point()]
+            self._outputs = [
+                partial(_same, tensor.detach()) if tensor.numel() == 1 else weakref.ref(tensor) for tensor in floats
+            ]
             return tree_map_only(torch.Tensor, self._scaled_output, output)
         for tensor in outputs:
             if tensor.requires_grad:
                 tensor.register_hook(self._backward_begins)
         return output
+
+    def outputs_finite(self) -> bool | None:
+        """Were the outputs of this rank's last pass finite? None when the caller has let go of them."""
+        kept = [tensor for ref in self._outputs if (tensor := ref()) is not None]
+        return all(bool(torch.isfinite(tensor).all()) for tensor in kept) if kept else None
 
     def _backward_begins(self, gradient: torch.Tensor) -> None:
         self.rounds.begin()
@@ -142,7 +170,7 @@ class Hooks:
         def scale(gradient: torch.Tensor) -> torch.Tensor:
             self.rounds.begin()
             self.scaled = True
-            return gradient if self.scaled_by_loss else gradient * self.output_scale()
+            return gradient if _loss_factor else gradient * self.output_scale()
 
         view.register_hook(scale)
         return view
@@ -207,7 +235,7 @@ class Hooks:
         """Parameters that would get gradients in an engine without an optimizer: nobody would reduce or use them."""
 
         def refuse(param: torch.Tensor) -> None:
-            param.grad = None
+            set_grad(param, None)
             raise EngineError(
                 "backward reached parameters of an engine without an optimizer; pass optimizer= to onecopy.initialize, "
                 "or run this model under torch.no_grad()"
@@ -275,15 +303,19 @@ class _Arrival:
         target = self._target()
         if target is None:
             return
-        gradient, param.grad = param.grad, None
+        gradient = get_grad(param)
+        set_grad(param, None)
         assert gradient is not None
-        hooks = target.hooks
-        if hooks.scales and not (hooks.scaled or hooks.scaled_by_loss):
+        hooks, scale = target.hooks, target.hooks.gradient_scale
+        if _loss_factor:
+            # The loss is multiplied already, by this engine or another that has a part in it.
+            scale *= hooks.output_scale() / _loss_factor[-1]
+        elif hooks.scales and not hooks.scaled:
             raise EngineError(
                 "a backward pass with loss scaling did not go through the model's outputs, so it is not scaled; return "
                 "the tensors that the loss is computed from in a tuple, list or dict"
             )
-        hooks.rounds.arrive(target.unit, target.gradients, target.at, gradient, hooks.gradient_scale)
+        hooks.rounds.arrive(target.unit, target.gradients, target.at, gradient, scale)
 
 
 class _Saved(NamedTuple):
@@ -349,6 +381,10 @@ class _Unpack:
                 return torch.as_strided(saved.weights.full, saved.shape, saved.strides, saved.offset)
         assert tensor is not None
         return tensor
+
+
+def _same(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
 
 
 def _attribute_tensors(output: Any) -> list[torch.Tensor]:

@@ -118,10 +118,12 @@ def write_grad(param: nn.Parameter, value: torch.Tensor) -> None:
     held = _grad_held(home, gradients)
     if held is None:
         raise EngineError(f"parameter {home.name!r} has no gradient yet in this window: run backward first")
+    if core.stepper is not None:
+        core.stepper.forget_norms()
     part, start = _part(home, held)
     part.copy_(_checked(home, value)[start : start + part.numel()] * core.hooks.output_scale())
     place = home.weights.spec.layout.slots.index(home.slot)
-    gradients.used[place] = True
+    gradients.marks.used[place] = True
 
 
 def read_state(param: nn.Parameter, name: str) -> torch.Tensor | None:

@@ -19,13 +19,16 @@ class Traffic:
 
 
 class Ledger:
-    """Traffic by kind of op since the step began."""
+    """Traffic by kind of op since the step began; nothing is added while ``counts`` is False."""
 
     def __init__(self) -> None:
         self.open: dict[str, Traffic] = {}
+        self.counts = True
 
     def sent(self, kind: str, elements: int, dtype: torch.dtype) -> None:
         """One collective of ``kind`` sends ``elements`` of ``dtype`` from this rank."""
+        if not self.counts:
+            return
         traffic = self.open.setdefault(kind, Traffic())
         traffic.count += 1
         traffic.elements += elements

@@ -17,7 +17,18 @@ from torch import nn
 
 from onecopy.errors import EngineError, ShardedReadError
 
-__all__ = ["HOME", "Face", "Home", "hollow", "home_of", "set_data"]
+__all__ = [
+    "ELEMENTWISE",
+    "HOME",
+    "METADATA_METHODS",
+    "METADATA_PROPERTIES",
+    "Face",
+    "Home",
+    "hollow",
+    "home_of",
+    "property_name",
+    "set_data",
+]
 
 HOME = "_onecopy_home"
 _CHAIN = "_onecopy_chain"
@@ -47,6 +58,9 @@ class Home(Protocol):
     def written(self) -> None:
         """The local elements were changed: whatever is derived from them must follow."""
 
+    def grad(self, param: torch.Tensor) -> torch.Tensor | None:
+        """What ``param.grad`` is."""
+
     def values(self) -> torch.Tensor:
         """The full values, when they are present."""
 
@@ -60,13 +74,13 @@ def home_of(tensor: torch.Tensor) -> Home | None:
 
 
 # Answered from the tensor's metadata: true whether or not there are values.
-_METADATA_PROPERTIES = frozenset(
+METADATA_PROPERTIES = frozenset(
     "shape dtype device requires_grad is_leaf grad grad_fn ndim layout names itemsize nbytes is_cuda is_cpu is_xpu is_mps "
     "is_meta is_sparse is_sparse_csr is_quantized is_nested is_mkldnn is_ipu is_maia is_mtia is_vulkan is_xla retains_grad "
     "output_nr _version _base _backward_hooks _post_accumulate_grad_hooks _grad_fn name volatile _is_param _grad".split()
 )
 _DEVICE_PROPERTIES = frozenset("device is_cuda is_cpu is_xpu is_mps is_meta is_mtia".split())
-_METADATA_METHODS = frozenset(
+METADATA_METHODS = frozenset(
     "size dim ndimension numel nelement stride element_size is_floating_point is_complex is_contiguous get_device "
     "storage_offset is_signed __len__ requires_grad_ register_hook register_post_accumulate_grad_hook __hash__ "
     "is_inference has_names _is_view _has_symbolic_sizes_strides result_type is_same_size can_cast is_shared is_pinned "
@@ -82,7 +96,7 @@ _LIKE = frozenset(
 _ALIASES = frozenset("detach view view_as reshape flatten __getitem__ select narrow t transpose unsqueeze squeeze".split())
 _RANDOM = frozenset("normal_ uniform_ bernoulli_ random_ exponential_ geometric_ cauchy_ log_normal_".split())
 _FILLS = frozenset("fill_ zero_ copy_".split())
-_ELEMENTWISE = frozenset(
+ELEMENTWISE = frozenset(
     "add_ sub_ subtract_ mul_ multiply_ div_ divide_ true_divide_ clamp_ clip_ clamp_min_ clamp_max_ erfinv_ erf_ neg_ abs_ "
     "sqrt_ rsqrt_ exp_ log_ pow_ round_ floor_ ceil_ sign_ reciprocal_ sigmoid_ tanh_ nan_to_num_ __imul__ __iadd__ "
     "__isub__ __itruediv__".split()
@@ -106,7 +120,7 @@ def _refuse(home: Home, what: str) -> ShardedReadError:
     )
 
 
-def _property_name(func: Any) -> str | None:
+def property_name(func: Any) -> str | None:
     """Name of the property whose getter or setter ``func`` is, None when it is a function."""
     if getattr(func, "__name__", "") in ("__get__", "__set__", "__delete__"):
         owner = getattr(func, "__self__", None)
@@ -120,7 +134,7 @@ def _dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     with torch._C.DisableTorchFunctionSubclass():
         if not absent:
             return func(*_resolved(args), **dict(zip(kwargs, _resolved(tuple(kwargs.values())), strict=True)))
-        name, prop = getattr(func, "__name__", str(func)), _property_name(func)
+        name, prop = getattr(func, "__name__", str(func)), property_name(func)
         subject = absent[0]
         home: Home = subject.__dict__[HOME]
         if prop is not None:
@@ -131,7 +145,7 @@ def _dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             kwargs.setdefault("device", home.local()[0].device)
         if name in _LAYOUT_METHODS and _CHAIN not in subject.__dict__:
             return func(torch.empty(home.shape, dtype=home.local()[0].dtype, device="meta"), *args[1:], **kwargs)
-        if name in _METADATA_METHODS or name in _LIKE:
+        if name in METADATA_METHODS or name in _LIKE:
             return func(*args, **kwargs)
         if name in ("__repr__", "__format__"):
             return f"<{_describe(subject, home)}>"
@@ -176,9 +190,11 @@ def _tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor
 def _access(func: Any, prop: str, subject: torch.Tensor, home: Home, args: Any, kwargs: Any) -> Any:
     """Read or set property ``prop``."""
     if func.__name__ == "__get__":
+        if prop == "grad":
+            return home.grad(subject)
         if prop in _DEVICE_PROPERTIES:
             return func(home.local()[0])  # a stand-in is on the meta device itself
-        if prop in _METADATA_PROPERTIES:
+        if prop in METADATA_PROPERTIES:
             return func(*args, **kwargs)
         if prop in ("data", "T", "mT"):
             return _alias(func, subject, home, args[1:], kwargs)
@@ -203,7 +219,7 @@ def _alias(func: Any, subject: torch.Tensor, home: Home, rest: tuple[Any, ...], 
     It is a meta tensor underneath: code that reaches below ``__torch_function__`` meets no freed memory.
     """
     chain = subject.__dict__.get(_CHAIN, ())
-    if func.__name__ != "detach" and _property_name(func) != "data":
+    if func.__name__ != "detach" and property_name(func) != "data":
         chain = (*chain, lambda whole: func(whole, *rest, **kwargs))
     view = _through(chain, torch.empty(home.shape, dtype=home.local()[0].dtype, device="meta")).detach()
     view.__class__ = StandIn
@@ -217,7 +233,7 @@ def _writes(func: Any, name: str, rest: Any, kwargs: dict[str, Any], chained: bo
     if name == "__setitem__" or name in _RANDOM or name in _FILLS or getattr(func, "__module__", "") == "torch.nn.init":
         return True
     numbers = all(value.dim() == 0 for value in (*rest, *kwargs.values()) if isinstance(value, torch.Tensor))
-    return name in _ELEMENTWISE and not chained and numbers
+    return name in ELEMENTWISE and not chained and numbers
 
 
 def _write(func: Any, name: str, subject: torch.Tensor, home: Home, rest: Any, kwargs: dict[str, Any]) -> None:
@@ -230,7 +246,7 @@ def _write(func: Any, name: str, subject: torch.Tensor, home: Home, rest: Any, k
             _write_whole(lambda view: func(view, key, value), home, chain, lambda mask: func(mask, key, True))
         elif name == "copy_" and not chain and rest[0].shape == home.shape:
             local.copy_(rest[0].reshape(-1)[start : start + local.numel()])
-        elif name in _ELEMENTWISE:
+        elif name in ELEMENTWISE:
             func(local, *rest, **kwargs)
         else:
             # A random fill draws for the whole tensor and keeps a part: the values are those of the unsharded
@@ -325,7 +341,8 @@ if hasattr(torch.nn.init, "_no_grad_trunc_normal_"):
 
 
 class Face:
-    """The two states of one managed parameter: shown, a view of its buffer, and hidden.
+    """The two states of one managed parameter: shown, a view of its buffer, and hidden. ``lasting`` gives the class that
+    it has while shown, of its own.
 
     A hidden parameter's data is one element repeated, NaN (or the largest integer): code that reaches below
     ``__torch_function__`` reads nonsense that shows, never freed memory.
@@ -333,11 +350,15 @@ class Face:
 
     __slots__ = ("hidden_class", "hollow", "param", "shown_class", "view")
 
-    def __init__(self, param: nn.Parameter, view: torch.Tensor) -> None:
+    def __init__(
+        self, param: nn.Parameter, view: torch.Tensor, lasting: Callable[[type], type] = lambda plain: plain
+    ) -> None:
         self.param = param
         self.view = view
-        kind = type(param).__mro__[1] if is_hidden(param) else type(param)
-        self.shown_class, self.hidden_class = kind, _hidden_class(kind)
+        kind = type(param)
+        while kind in _HIDDEN_CLASS.values() or getattr(kind, "_onecopy_shown", False):
+            kind = kind.__mro__[1]
+        self.shown_class, self.hidden_class = lasting(kind), _hidden_class(kind)
         self.hollow = hollow(param.shape, view.dtype, view.device)
 
     def show(self) -> None:

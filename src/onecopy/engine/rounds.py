@@ -31,13 +31,13 @@ class Turns:
         self._learned = False
 
     def restart(self) -> None:
-        """A pass begins."""
+        """A pass begins for the units that have gradients."""
         self._next = 0
         self._seen = []
         for unit in self.order:
-            unit.arrived, unit.ready, unit.issued = 0, False, False
+            unit.arrived, unit.issued = 0, False
             for gradients in unit.gradients:
-                gradients.arrived = [False] * len(gradients.arrived)
+                gradients.marks.arrived = [False] * len(gradients.marks.arrived)
 
     def due(self, unit: UnitRun) -> Iterator[UnitRun]:
         """``unit`` got ready: the units whose turn it now is, itself among them if none is waited for."""
@@ -78,6 +78,9 @@ class Rounds:
         # Asked to report when the gradient of a unit's inputs is there.
         self.watch: Callable[[UnitRun], None] = lambda unit: None
         self.interrupted = False
+        # Where somebody looks: parameters whose gradient of this window is not finite on this rank, before the sum.
+        self.looks: Callable[[], bool] = lambda: False
+        self.suspects: list[str] = []
         # Rounds that reduced in this micro-batch; backward passes since the last step() call.
         self.closed = 0
         self.passes = 0
@@ -100,6 +103,8 @@ class Rounds:
         self.open = True
         self._gathering.begin(backward=True)
         self.turns.restart()
+        for unit in self._run.units:
+            unit.ready = False
         torch.autograd.Variable._execution_engine.queue_callback(self.close)
 
     def arrive(self, unit: UnitRun, gradients: Gradients, at: int, gradient: torch.Tensor, scale: float) -> None:
@@ -116,8 +121,8 @@ class Rounds:
         if not gradients.filling:
             self._fill(gradients, late=unit.issued)
         gradients.put(at, gradient, scale)
-        if not gradients.arrived[at]:
-            gradients.arrived[at] = True
+        if not gradients.marks.arrived[at]:
+            gradients.marks.arrived[at] = True
             unit.arrived += 1
         if unit.arrived == unit.trainable and not unit.waits_for_input:
             self.ready(unit)
@@ -163,6 +168,8 @@ class Rounds:
         if not owed:
             return
         if self.closed == 0:
+            if self._gathering.others.asks and not self._gathering.others.forwards:
+                self._gathering.attend_forward()
             self._gathering.begin(backward=True)
         before, self.sync = self.sync, True
         for unit in self.turns.order:
@@ -170,6 +177,8 @@ class Rounds:
         while self._flying:
             self._finish()
         self.sync = before
+        if self.closed == 0:
+            self._gathering.release_units()
         self._gathering.backward = False
 
     def abandon(self) -> None:
@@ -189,7 +198,7 @@ class Rounds:
 
     def next_micro_batch(self) -> None:
         """``step()`` was called."""
-        self.closed = self.passes = 0
+        self.closed = self.passes = self._gathering.others.forwards = 0
 
     # Details
 
@@ -228,6 +237,8 @@ class Rounds:
             if not gradients.filling:
                 self._fill(gradients)
             gradients.complete()
+            if self.looks():
+                self.suspects += gradients.not_finite()
         self._run.start(self._run.ops(unit, event, "reduce"))
         self._flying.append((unit, event))
         while len(self._flying) > self._ahead + 1:

@@ -67,6 +67,7 @@ class Run:
         self._across = across
         self._shelf = shelf
         self._weights = {weights.spec.name: weights for unit in units for weights in unit.weights}
+        self._of = {id(weights): unit for unit in units for weights in unit.weights}
         self._gradients = {gradients.spec.name: gradients for unit in units for gradients in unit.gradients}
         self._ops: dict[tuple[str, Event, str], list[Op]] = {}
         for (name, event), listed in schedule.ops.items():
@@ -106,6 +107,10 @@ class Run:
                 self._gradients[op.buffer].finish_reduce()
             elif op.kind == "spread":
                 self._holder(op).finish_spread()
+
+    def unit_of(self, weights: Weights) -> UnitRun:
+        """The unit that ``weights`` are a buffer of."""
+        return self._of[id(weights)]
 
     def weights(self, op: Op) -> Weights:
         """The buffer ``op`` is about."""

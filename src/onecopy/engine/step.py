@@ -11,6 +11,7 @@ import torch.distributed as dist
 from onecopy.comm import meeting
 from onecopy.comm.collectives import Edge
 from onecopy.comm.groups import Ranks
+from onecopy.engine.gradients import Gradients
 from onecopy.engine.precision import LossScaler
 from onecopy.engine.run import Run, UnitRun
 from onecopy.engine.weights import Weights
@@ -54,6 +55,8 @@ class Stepper:
         self._clip = clip
         self._moments = 0
         self._buffers = [gradients for unit in run.units for gradients in unit.gradients]
+        # Norms by parameter, by their order and the number of things that were settled.
+        self._norms: dict[tuple[float, int], dict[str, torch.Tensor]] = {}
 
     # Agreeing
 
@@ -63,10 +66,11 @@ class Stepper:
         Each rank adds up its own piece, whatever it holds beside it, so every layout gives the same parts. ``scale``:
         the loss scale in the gradients.
         """
+        self.forget_norms()
         kind = self._clip.norm_type
         part = self._part(kind)
         flags = [float(unsent) for unsent in late]
-        flags += [float(used) for gradients in self._buffers for used in gradients.used]
+        flags += [float(used) for gradients in self._buffers for used in gradients.marks.used]
         ballot = torch.tensor([part, *flags], dtype=torch.float64)
         if self._world is not None:
             self._world.all_reduce(ballot, "vote", dist.ReduceOp.MAX if kind == math.inf else dist.ReduceOp.SUM)
@@ -87,11 +91,51 @@ class Stepper:
         # MAX and SUM over ranks agree that infinity is not finite, but not on NaN.
         return math.inf if math.isnan(part) else part
 
+    # Gradients as the user sees them
+
+    def gradients_of(self, buffer: str) -> Gradients | None:
+        """Those of the buffer with this name; None when it is not trained."""
+        return next((gradients for gradients in self._buffers if gradients.spec.name == buffer), None)
+
+    def has_gradients(self) -> bool:
+        """Is there anything in the open window?"""
+        return any(gradients.any for gradients in self._buffers)
+
+    def forget_norms(self) -> None:
+        """The gradients were changed."""
+        self._norms.clear()
+
+    def norms_by_parameter(self, order: float, scale: float) -> dict[str, torch.Tensor]:
+        """Norms of the unscaled gradients of all parameters. Collective where they were not asked for before.
+
+        Raises :class:`EngineError` in the middle of an accumulation window, where gradients are not summed yet.
+        """
+        key = order, sum(gradients.settled for gradients in self._buffers)
+        if key in self._norms:
+            return self._norms[key]
+        if any(gradients.total is None for gradients in self._buffers):
+            raise EngineError("the norm of a gradient is known after the last micro-batch of its window, not before")
+        names, parts = [], []
+        for gradients in self._buffers:
+            piece, (low, _) = gradients.mine(), gradients.spec.layout.bounds(gradients.piece)
+            for slot in gradients.spec.layout.slots:
+                names.append(slot.param.name)
+                part = slot.local(low, low + piece.numel()) if self._ranks.first_replica else None
+                own = (piece[part[0] - low : part[1] - low] if part is not None else piece[:0]).double()
+                norm = torch.linalg.vector_norm(own, order) if own.numel() else own.new_zeros(())
+                parts.append(norm if order == math.inf else norm.pow(order))
+        found = torch.stack(parts).cpu()
+        if self._world is not None:
+            self._world.all_reduce(found, "norms", dist.ReduceOp.MAX if order == math.inf else dist.ReduceOp.SUM)
+        norms = (found if order == math.inf else found.pow(1 / order)) / scale
+        self._norms = {key: dict(zip(names, norms.unbind(), strict=True))}
+        return self._norms[key]
+
     def _flags(self, counts: list[float]) -> dict[str, list[bool]]:
         used, at = {}, 0
         for gradients in self._buffers:
-            used[gradients.spec.name] = [count > 0 for count in counts[at : at + len(gradients.used)]]
-            at += len(gradients.used)
+            used[gradients.spec.name] = [count > 0 for count in counts[at : at + len(gradients.marks.used)]]
+            at += len(gradients.marks.used)
         return used
 
     # Stepping
@@ -153,27 +197,21 @@ class Stepper:
         for gradients in self._buffers:
             gradients.drop()
 
-    def culprits(self) -> list[str]:
-        """Parameters of which this rank's piece of the gradient is not finite."""
-        names = []
-        for gradients in self._buffers:
-            piece = gradients.mine()
-            low, _ = gradients.spec.layout.bounds(gradients.piece)
-            for slot in gradients.spec.layout.slots:
-                part = slot.local(low, low + piece.numel())
-                if part is not None and not bool(torch.isfinite(piece[part[0] - low : part[1] - low]).all()):
-                    names.append(slot.param.name)
-        return names
 
-
-def raise_at_floor(stepper: Stepper, scaler: LossScaler, ranks: Ranks, step: int) -> None:
-    """Say which parameters overflow when the loss scale cannot go lower; collective, raises on every rank."""
-    mine = [(ranks.rank, name) for name in stepper.culprits()]
-    found = [item for part in meeting.tell(mine) for item in part]
+def raise_at_floor(scaler: LossScaler, step: int, suspects: list[str], outputs_finite: bool | None) -> None:
+    """Say which parameters' gradients overflow when the loss scale cannot go lower, on the ranks that computed them, and
+    where the model's outputs were not finite before that; collective, raises on every rank."""
+    told = meeting.tell((suspects, outputs_finite))
+    found = [(rank, name) for rank, (names, _) in enumerate(told) for name in names]
     named = ", ".join(f"{name!r} (rank {rank})" for rank, name in found[:5])
+    worse = [rank for rank, (_, finite) in enumerate(told) if finite is False]
+    known = any(finite is not None for _, finite in told)
+    outputs = "were not kept, so look at the loss" if not known else "were finite on every rank: the backward pass overflows"
+    if worse:
+        outputs = f"were not finite already on ranks {worse}: the forward pass or the data of that step is at fault"
     raise EngineError(
-        f"step {step}: gradients are not finite at the smallest loss scale {scaler.scale:g}; first of them: {named}. "
-        "The forward pass or the data produces infinities: check the loss, or train in bf16"
+        f"step {step}: gradients are not finite at the smallest loss scale {scaler.scale:g}; first of them: {named}. The "
+        f"model's outputs (the loss, if it computes one) {outputs}. Training in bf16 needs no scale"
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,14 +13,33 @@ from torch import nn
 from onecopy.comm.collectives import Pending
 from onecopy.comm.shared import Shelf
 from onecopy.engine.parameter import HOME, Face
+from onecopy.engine.pending import get_grad, make_plain, pending_of, shown_class
 from onecopy.plan.layout import Slot
 from onecopy.schedule.lower import Buffer
 from onecopy.tiers.memory import DeviceMemory
 
-__all__ = ["ParameterHome", "Weights"]
+__all__ = ["ParameterHome", "Source", "Weights"]
 
 # An all-gather of the second tensor, this rank's shard, into the first.
 Gather = Callable[[torch.Tensor, torch.Tensor], Pending]
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where a whole buffer comes from: ``gather`` fills it; ``shard``, where given, lies on ``shelf``, readable by all."""
+
+    gather: Gather | None = None
+    shelf: Shelf | None = None
+    shard: torch.Tensor | None = None
+
+
+@dataclass
+class Writes:
+    """How writes to the parameters show: ``versions`` is the sum of their version counters when last looked at;
+    ``unseen``: somebody has had a ``.data``, through which writes leave no sign, so values are looked at instead."""
+
+    versions: int = 0
+    unseen: bool = False
 
 
 class Weights:
@@ -36,18 +56,12 @@ class Weights:
     """
 
     def __init__(
-        self,
-        spec: Buffer,
-        params: list[nn.Parameter],
-        piece: int,
-        gather: Gather | None,
-        memory: DeviceMemory,
-        shelf: tuple[Shelf, torch.Tensor] | None = None,
+        self, spec: Buffer, params: list[nn.Parameter], piece: int, source: Source, memory: DeviceMemory
     ) -> None:
         self.spec = spec
         self.params = params
         self.piece = piece
-        self._gather = gather
+        self._source = source
         self.memory = memory
         self.present = True
         self.pins = 0
@@ -55,21 +69,20 @@ class Weights:
         dtype = getattr(torch, spec.dtype)
         self.full = memory.alloc("gather buffer" if self.cut else "parameter", spec.layout.padded, dtype)
         own = self.full[piece * spec.layout.shard : (piece + 1) * spec.layout.shard]
-        self._shelf = shelf[0] if shelf is not None else None
-        if shelf is not None:
-            self.shard = shelf[1]
+        if source.shard is not None:
+            self.shard = source.shard
             memory.count("parameter", self.shard.numel() * dtype.itemsize)
         else:
             self.shard = memory.alloc("parameter", spec.layout.shard, dtype) if self.cut else own
         self.master: torch.Tensor | None = None
-        self._versions = 0
+        self.writes = Writes()
         self._faces: list[Face] = []
         # The engine this buffer belongs to, set when it is complete; weak, so that engines can be collected.
         self.core: Callable[[], Any] | None = None
 
     def writing(self) -> AbstractContextManager[None]:
         """Around every change of the shard: on a shelf, other ranks read it."""
-        return self._shelf.writing() if self._shelf is not None else nullcontext()
+        return self._source.shelf.writing() if self._source.shelf is not None else nullcontext()
 
     @property
     def cut(self) -> bool:
@@ -103,7 +116,7 @@ class Weights:
         for slot, param in zip(layout.slots, self.params, strict=True):
             param.__dict__[HOME] = ParameterHome(self, slot, demand)
         self._make_faces()
-        self._versions = self._version_sum()
+        self.writes.versions = self._version_sum()
         if self.cut:
             self.shard.copy_(self.own())
             self.free()
@@ -111,7 +124,9 @@ class Weights:
     def _make_faces(self) -> None:
         slots = self.spec.layout.slots
         views = [self.full[slot.start : slot.stop].view(slot.param.shape) for slot in slots]
-        self._faces = [Face(param, view) for param, view in zip(self.params, views, strict=True)]
+        lasts = self.spec.trainable and (not self.cut or not self.spec.cut(self.spec.row.parameter.held))
+        lasting = (shown_class,) if lasts else ()
+        self._faces = [Face(param, view, *lasting) for param, view in zip(self.params, views, strict=True)]
         for face in self._faces:
             face.show()
 
@@ -126,8 +141,8 @@ class Weights:
         if self.master is None:
             return
         versions = self._version_sum()
-        if versions != self._versions:
-            self._versions = versions
+        if versions != self.writes.versions or self.writes.unseen:
+            self.writes.versions = versions
             for slot in self.spec.layout.slots:
                 self.follow(slot)
 
@@ -178,7 +193,8 @@ class Weights:
         If so the memory is left to them and the buffer starts anew without any. True when that was necessary.
         """
         storage = self.full.untyped_storage()
-        if torch._C._storage_Use_Count(storage._cdata) <= len(self._faces) + 2:  # the views, ``full``, ``storage``
+        users = torch._C._storage_Use_Count(storage._cdata)
+        if users <= len(self._faces) + 2 and storage.resizable():  # the views, ``full``, ``storage``; not a numpy array
             return False
         self.memory.count("gather buffer", -storage.nbytes())
         self.full = torch.empty_like(self.full)
@@ -191,11 +207,29 @@ class Weights:
             core.gathering.index_storages()
         return True
 
+    @property
+    def alone(self) -> bool:
+        """Can this rank gather without the others?"""
+        return self._source.shelf is not None or self._source.gather is None
+
+    def attend(self) -> None:
+        """Take part in a gather that other ranks need, and forget what comes."""
+        assert self._source.gather is not None
+        scratch = self.memory.alloc("gather buffer", self.full.numel(), self.full.dtype)
+        self._source.gather(scratch, self.shard).wait()
+        self.memory.drop("gather buffer", scratch)
+
+    def detach(self) -> None:
+        """The engine lets go: parameters that rest whole are ordinary ones."""
+        self.core = None
+        for param in self.params:
+            make_plain(param)
+
     def start_gather(self) -> None:
         """Give the full buffer memory and set the all-gather off."""
-        assert self._gather is not None
+        assert self._source.gather is not None
         self.memory.materialise("gather buffer", self.full)
-        self.pending = self._gather(self.full, self.shard)
+        self.pending = self._source.gather(self.full, self.shard)
 
     def finish_gather(self) -> None:
         """Wait for the all-gather; from here on the parameters are ordinary ones."""
@@ -206,7 +240,7 @@ class Weights:
             face.param.__class__ = face.shown_class
             face.param.data = face.view
         self.present = True
-        self._versions = self._version_sum()
+        self.writes.versions = self._version_sum()
 
     def read(self, slot: Slot) -> torch.Tensor:
         """A copy of the whole parameter in ``slot``; collective where it is cut."""
@@ -224,7 +258,7 @@ class Weights:
 
         What was written to them meanwhile goes to the shard first. A view that somebody kept keeps its memory.
         """
-        if self._version_sum() != self._versions:
+        if self._version_sum() != self.writes.versions or self.writes.unseen:
             with self.writing():
                 for slot in self.spec.layout.slots:
                     self.follow(slot)
@@ -237,14 +271,14 @@ class Weights:
 
     def accept_writes(self) -> None:
         """What was written to the parameters so far is dealt with, or is to be forgotten."""
-        self._versions = self._version_sum()
+        self.writes.versions = self._version_sum()
 
     def changed(self) -> None:
         """The optimizer has changed the values: graphs that saved the old ones must notice, as with any in-place
         update."""
         if not self.cut and self.spec.trainable:
             torch.autograd.graph.increment_version(self.params)
-            self._versions = self._version_sum()
+            self.writes.versions = self._version_sum()
 
     # After the optimizer, or after somebody else wrote
 
@@ -256,8 +290,8 @@ class Weights:
 
     def start_spread(self) -> None:
         """Set the all-gather off that makes every rank's stepped piece whole again, in place."""
-        assert self._gather is not None
-        self.pending = self._gather(self.full, self.own())
+        assert self._source.gather is not None
+        self.pending = self._source.gather(self.full, self.own())
 
     def finish_spread(self) -> None:
         assert self.pending is not None
@@ -326,6 +360,10 @@ class ParameterHome:
 
     def written(self) -> None:
         self.weights.follow(self.slot)
+
+    def grad(self, param: torch.Tensor) -> torch.Tensor | None:
+        own = get_grad(param)
+        return own if own is not None else pending_of(param)
 
     def demand(self) -> bool:
         return self._demand(self.weights)

@@ -1,0 +1,178 @@
+"""``p.grad`` and ``p.data`` of parameters that an engine trains.
+
+Between backward and step the gradients are in the engine's buffers, summed over the ranks and cut. What a training loop
+does with ``p.grad`` there either has the right result (norms, clipping, scaling, ``zero_grad``) or is refused with the
+call to use instead; it never finds None where plain PyTorch has a gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from onecopy.engine.parameter import ELEMENTWISE, HOME, METADATA_METHODS, METADATA_PROPERTIES, hollow, property_name
+from onecopy.errors import EngineError
+
+if TYPE_CHECKING:
+    from onecopy.engine.build import Core
+    from onecopy.engine.gradients import Gradients
+    from onecopy.engine.weights import ParameterHome
+
+__all__ = ["PendingGradient", "get_grad", "make_plain", "pending_of", "set_grad", "shown_class"]
+
+# The property below the one that is put on managed parameters: what autograd writes.
+_GRAD: Any = torch.Tensor.grad
+get_grad: Callable[[torch.Tensor], torch.Tensor | None] = _GRAD.__get__
+set_grad: Callable[[torch.Tensor, torch.Tensor | None], None] = _GRAD.__set__
+_get_data = torch.Tensor.data.__get__  # type: ignore[attr-defined]
+_set_data = torch.Tensor.data.__set__  # type: ignore[attr-defined]
+
+_NORMS = frozenset("vector_norm linalg_vector_norm norm _foreach_norm".split())
+# What ``zero_grad`` does to a gradient that it keeps.
+_IGNORED = frozenset("detach_ requires_grad_ zero_ _foreach_zero_".split())
+
+
+class PendingGradient(torch.Tensor):
+    """Stands for the reduced gradient of one parameter. Shape and dtype are true; there are no values in it."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name, prop = getattr(func, "__name__", str(func)), property_name(func)
+        first = args[0] if args else next(iter(kwargs.values()))
+        if prop in METADATA_PROPERTIES or name in METADATA_METHODS:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        if name in ("__repr__", "__format__", "__str__"):
+            return f"<gradient of {_of(first)[0].name!r}, in pieces on the ranks; onecopy.full_grad reads it>"
+        pending = [item for item in (first if isinstance(first, list | tuple) else [first]) if isinstance(item, cls)]
+        if name in _IGNORED:
+            return first
+        if name in _NORMS and pending:
+            return _norms(first, pending, args[1:], kwargs)
+        inplace = name.removeprefix("_foreach_")
+        if inplace in ELEMENTWISE and pending and not _has_elements(args[1:], kwargs):
+            with torch.no_grad():
+                for gradient in pending:
+                    _edit(gradient, lambda part: getattr(part, inplace)(*args[1:], **kwargs))
+            return None if name.startswith("_foreach_") else first
+        raise EngineError(
+            f"{name}() reads p.grad of parameter {_of(pending[0] if pending else first)[0].name!r}, which is summed over "
+            "the ranks and kept in pieces; read it with onecopy.full_grad(p) and replace it with "
+            "onecopy.set_full_grad(p, value), on all ranks. Norms, clipping and scaling by a number work on p.grad itself"
+        )
+
+
+def _of(gradient: Any) -> tuple[ParameterHome, Core, Gradients]:
+    found: tuple[ParameterHome, Core, Gradients] = gradient.__dict__["_onecopy_of"]
+    return found
+
+
+def _has_elements(rest: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Are there other tensors than single numbers among the arguments?"""
+    for value in (*rest, *kwargs.values()):
+        if isinstance(value, list | tuple) or (isinstance(value, torch.Tensor) and value.numel() != 1):
+            return True
+    return False
+
+
+def _norms(first: Any, pending: list[Any], rest: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    order = rest[0] if rest else kwargs.get("ord", kwargs.get("p", 2.0))
+    order = 2.0 if order in (None, "fro") else float(order)
+    if not order > 0:
+        raise EngineError(f"norm of order {order} of p.grad: orders above 0 and inf are supported")
+    found = []
+    for gradient in pending:
+        home, core, gradients = _of(gradient)
+        assert core.stepper is not None
+        norms = core.stepper.norms_by_parameter(order, core.hooks.output_scale())
+        found.append(norms[home.name].to(core.ranks.device, torch.promote_types(gradients.wire, torch.float32)))
+    return found if isinstance(first, list | tuple) else found[0]
+
+
+def _edit(gradient: Any, change: Callable[[torch.Tensor], Any]) -> None:
+    """Apply an elementwise ``change`` to this rank's part of the unscaled gradient."""
+    home, core, gradients = _of(gradient)
+    total = gradients.total
+    if total is None:
+        raise EngineError(
+            f"p.grad of parameter {home.name!r} is not complete before the last micro-batch of its window: change it there"
+        )
+    layout = gradients.spec.layout
+    low = gradients.piece * layout.shard if total.numel() < layout.padded else 0
+    part = home.slot.local(low, low + total.numel())
+    assert core.stepper is not None
+    core.stepper.forget_norms()
+    if part is None:
+        return
+    mine, scale = total[part[0] - low : part[1] - low], core.hooks.output_scale()
+    if scale == 1.0:
+        change(mine)
+    else:
+        mine.div_(scale)
+        change(mine)
+        mine.mul_(scale)
+
+
+def pending_of(param: torch.Tensor) -> PendingGradient | None:
+    """What ``param.grad`` is: a stand-in when a window is open, None when there is nothing to step with."""
+    home: Any = param.__dict__.get(HOME)
+    core = home.weights.core() if home is not None and home.weights.core is not None else None
+    if core is None or core.stepper is None:
+        return None
+    gradients = core.stepper.gradients_of(home.weights.spec.name)
+    if gradients is None or not core.stepper.has_gradients():
+        return None
+    stand_in = hollow(home.shape, param.dtype, home.weights.full.device).as_subclass(PendingGradient)
+    stand_in.__dict__["_onecopy_of"] = (home, core, gradients)
+    return stand_in
+
+
+def _read_grad(param: torch.Tensor) -> torch.Tensor | None:
+    own = get_grad(param)
+    return own if own is not None else pending_of(param)
+
+
+def _write_grad(param: torch.Tensor, value: torch.Tensor | None) -> None:
+    if value is None or isinstance(value, PendingGradient):
+        return set_grad(param, None)  # zero_grad() between backward and step loses nothing
+    if pending_of(param) is not None:
+        raise EngineError(
+            f"setting p.grad of parameter {param.__dict__[HOME].name!r} has no effect on what the engine steps with; use "
+            "onecopy.set_full_grad(p, value) on all ranks"
+        )
+    set_grad(param, value)
+
+
+def _read_data(param: torch.Tensor) -> torch.Tensor:
+    home = param.__dict__.get(HOME)
+    if home is not None:
+        home.weights.writes.unseen = True  # through .data, which leaves no other sign
+    data: torch.Tensor = _get_data(param)
+    return data
+
+
+_SHOWN: dict[type, type] = {}
+
+
+def shown_class(base: Any) -> type:
+    """The class of a parameter of class ``base`` whose values an engine keeps whole between steps."""
+    if base not in _SHOWN:
+        members = {
+            "grad": property(_read_grad, _write_grad, lambda param: set_grad(param, None)),
+            "data": property(_read_data, lambda param, value: _set_data(param, value)),
+            "__module__": __name__,
+            "_onecopy_shown": True,
+            "__torch_function__": base.__torch_function__,
+        }
+        _SHOWN[base] = type(base)("Parameter" if base is nn.Parameter else base.__name__, (base,), members)
+    return _SHOWN[base]
+
+
+def make_plain(param: torch.Tensor) -> None:
+    """Give ``param`` the class back that it had before :func:`shown_class`."""
+    if type(param) in _SHOWN.values():
+        param.__class__ = type(param).__mro__[1]
