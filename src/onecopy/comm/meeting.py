@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
@@ -12,7 +14,7 @@ from onecopy.comm import assembly, watch
 from onecopy.comm.groups import control, world_size
 from onecopy.errors import CheckpointError, HangError, OneCopyError, RankMismatchError
 
-__all__ = ["all_or_none", "collect", "from_rank0", "meet", "my_rank", "same", "tell", "together"]
+__all__ = ["alike", "all_or_none", "collect", "from_rank0", "meet", "my_rank", "same", "tell", "together"]
 
 T = TypeVar("T")
 # How often each thing was met for, under the default group that the store belongs to.
@@ -49,7 +51,7 @@ def meet(what: str, call: str | None = None, patience: float | None = None, erro
             f"collective {what} entered by ranks {here}, missing {missing} after {patience:g} s: every rank must call "
             + "\n".join([f"{what}() at the same step (patience= waits longer)", *watch.reports(missing)])
         )
-    tell(None)  # everybody is here, but only now has everybody seen it
+    alike(None)  # everybody is here, but only now has everybody seen it
     watch.depart(store, key, my_rank())
 
 
@@ -73,6 +75,20 @@ def tell(value: T) -> list[T]:
     return told
 
 
+def alike(value: Any) -> bool:
+    """Has every rank a value with the same ``repr``? One small all-reduce, whatever its size."""
+    group = control()
+    if group is None:
+        return True
+    assembly.settle()
+    digest = int.from_bytes(hashlib.sha256(repr(value).encode()).digest()[:7], "big")
+    extremes = torch.tensor([digest, -digest])
+    with watch.waiting("a word from every rank"):
+        dist.all_reduce(extremes, dist.ReduceOp.MAX, group=group)
+    largest, smallest = extremes.tolist()
+    return bool(largest == -smallest)
+
+
 def collect(value: T) -> list[T]:
     """Every rank's ``value``, in rank order, on rank 0; elsewhere an empty list."""
     world = world_size()
@@ -88,22 +104,20 @@ def all_or_none(make: Callable[[], T]) -> T:
     """``make()``, or an error on every rank when it fails on any: there its own, elsewhere
     :class:`RankMismatchError`."""
     result, problem = _attempt(make)
+    if alike(None if problem is None else "problem") and problem is None:
+        return result  # type: ignore[return-value]
     texts = tell(None if problem is None else _text(problem))
     if problem is not None:
         raise problem
-    for rank, text in enumerate(texts):
-        if text is not None:
-            raise RankMismatchError(f"rank {rank} failed: {text}")
-    return result  # type: ignore[return-value]
+    raise next(RankMismatchError(f"rank {rank} failed: {text}") for rank, text in enumerate(texts) if text is not None)
 
 
 def together(make: Callable[[], T]) -> T:
     """``make()`` on every rank; when it fails on one, every rank raises the same :class:`CheckpointError`."""
     result, problem = _attempt(make)
-    texts = tell(None if problem is None else _text(problem))
-    if any(text is not None for text in texts):
-        raise CheckpointError(_summary(texts)) from problem
-    return result  # type: ignore[return-value]
+    if alike(None if problem is None else "problem") and problem is None:
+        return result  # type: ignore[return-value]
+    raise CheckpointError(_summary(tell(None if problem is None else _text(problem)))) from problem
 
 
 def from_rank0(make: Callable[[], T]) -> T:
@@ -122,6 +136,8 @@ def from_rank0(make: Callable[[], T]) -> T:
 
 def same(what: str, value: Any, error: type[OneCopyError] = CheckpointError) -> None:
     """Raise ``error`` on every rank unless all have an equal ``value``."""
+    if alike(value):
+        return
     told = tell(value)
     for rank, theirs in enumerate(told):
         if theirs != told[0]:

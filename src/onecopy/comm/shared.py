@@ -32,9 +32,9 @@ __all__ = ["Shared", "Shelf", "open_shared", "open_shelf"]
 _FOLDER = Path("/dev/shm")
 _WORD = 8
 _ALIGN = 64
-# Cells in a shelf's head, and the seconds between looks at a peer's.
+# Cells in a shelf's head, and the seconds between looks at a peer's: ranks that compute leave the cores to those behind.
 _ARRIVED, _WRITTEN, _PID = 0, 1, 2
-_PAUSE = 5e-5
+_FIRST_PAUSE, _LAST_PAUSE = 2e-5, 1e-3
 
 
 @dataclass(frozen=True)
@@ -236,9 +236,10 @@ class Shelf:
         if not behind:
             return
         with waiting(what):
-            limit = time.monotonic() + patience()
+            limit, pause = time.monotonic() + patience(), _FIRST_PAUSE
             while behind:
-                time.sleep(_PAUSE)
+                time.sleep(pause)
+                pause = min(1.5 * pause, _LAST_PAUSE)
                 behind = [peer for peer in behind if self._heads[peer][cell] < number]
                 gone = [peer for peer in behind if not self._alive(peer)]
                 if gone or time.monotonic() > limit:

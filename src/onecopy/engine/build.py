@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import os
 import weakref
@@ -35,7 +34,7 @@ from onecopy.errors import PlanError, RankMismatchError
 from onecopy.optim import Factory, Tiles, build, probe
 from onecopy.plan.check import check
 from onecopy.plan.layout import UnitFact, itemsize
-from onecopy.plan.plan import Plan
+from onecopy.plan.plan import Plan, difference
 from onecopy.recipes import build_optimizer, build_scheduler
 from onecopy.schedule.lower import Buffer, Facts, Schedule, lower
 from onecopy.tiers.memory import DeviceMemory, give_back_freed_memory, keep_freed_memory
@@ -144,8 +143,11 @@ def build_core(
 def _agree(plan: Plan, facts: tuple[UnitFact, ...], world: int) -> None:
     """Check the plan, and that all ranks were given the same plan and model."""
     meeting.all_or_none(lambda: check(plan, facts, world))
-    params = {f"parameter {param.name!r}": repr(param) for unit in facts for param in unit.params}
-    _same_everywhere({"plan": repr(plan), **params}, world)
+    plans = [plan] if meeting.alike(plan) else meeting.tell(plan)
+    for rank, theirs in enumerate(plans):
+        if apart := difference(plans[0], theirs):
+            raise RankMismatchError(f"ranks 0 and {rank} disagree about the plan: {apart}; give every rank the same")
+    _same_everywhere({f"parameter {param.name!r}": repr(param) for unit in facts for param in unit.params}, world)
 
 
 def _same_everywhere(mine: dict[str, str], world: int) -> None:
@@ -155,7 +157,7 @@ def _same_everywhere(mine: dict[str, str], world: int) -> None:
     """
     if world == 1:
         return
-    if len(set(meeting.tell(hashlib.sha256(repr(mine).encode()).hexdigest()))) == 1:
+    if meeting.alike(mine):
         return
     everyone = meeting.tell(mine)
     for rank, theirs in enumerate(everyone):

@@ -19,7 +19,7 @@ from onecopy.comm import meeting
 from onecopy.comm.groups import ensure_process_group, everybody, world_size
 from onecopy.comm.watch import waiting
 from onecopy.engine.parameter import HOME, Face, hollow, home_of
-from onecopy.engine.pending import get_grad
+from onecopy.engine.pending import get_grad, set_grad
 from onecopy.engine.weights import ParameterHome
 from onecopy.errors import EngineError
 from onecopy.tiers.memory import give_back_freed_memory, keep_freed_memory
@@ -55,6 +55,10 @@ class BornHome:
     def grad(self, param: torch.Tensor) -> torch.Tensor | None:
         """There is no engine yet that would reduce one."""
         return get_grad(param)
+
+    def set_grad(self, param: torch.Tensor, value: torch.Tensor | None) -> None:
+        """There is nothing that it could be mistaken for."""
+        set_grad(param, value)
 
     def demand(self) -> bool:
         return False

@@ -61,6 +61,9 @@ class Home(Protocol):
     def grad(self, param: torch.Tensor) -> torch.Tensor | None:
         """What ``param.grad`` is."""
 
+    def set_grad(self, param: torch.Tensor, value: torch.Tensor | None) -> None:
+        """``param.grad = value``."""
+
     def values(self) -> torch.Tensor:
         """The full values, when they are present."""
 
@@ -205,7 +208,9 @@ def _access(func: Any, prop: str, subject: torch.Tensor, home: Home, args: Any, 
         with home.writing():
             local.copy_(args[-1].detach().reshape(-1)[start : start + local.numel()])
             return home.written()
-    if prop in ("grad", "requires_grad", "retains_grad", "_backward_hooks", "_post_accumulate_grad_hooks", "_grad"):
+    if prop == "grad":
+        return home.set_grad(subject, args[-1])
+    if prop in ("requires_grad", "retains_grad", "_backward_hooks", "_post_accumulate_grad_hooks", "_grad"):
         return func(*args, **kwargs)
     raise EngineError(
         f"setting .{prop} of sharded parameter {home.name!r} would cut it off from its shards; "

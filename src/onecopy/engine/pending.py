@@ -21,7 +21,16 @@ if TYPE_CHECKING:
     from onecopy.engine.gradients import Gradients
     from onecopy.engine.weights import ParameterHome
 
-__all__ = ["PendingGradient", "get_grad", "make_plain", "pending_of", "set_grad", "shown_class"]
+__all__ = [
+    "PendingGradient",
+    "get_grad",
+    "make_plain",
+    "pending_of",
+    "read_grad",
+    "set_grad",
+    "shown_class",
+    "write_grad",
+]
 
 # The property below the one that is put on managed parameters: what autograd writes.
 _GRAD: Any = torch.Tensor.grad
@@ -131,12 +140,14 @@ def pending_of(param: torch.Tensor) -> PendingGradient | None:
     return stand_in
 
 
-def _read_grad(param: torch.Tensor) -> torch.Tensor | None:
+def read_grad(param: torch.Tensor) -> torch.Tensor | None:
+    """``param.grad``: what autograd or the user put there, else a stand-in for what the engine has."""
     own = get_grad(param)
     return own if own is not None else pending_of(param)
 
 
-def _write_grad(param: torch.Tensor, value: torch.Tensor | None) -> None:
+def write_grad(param: torch.Tensor, value: torch.Tensor | None) -> None:
+    """``param.grad = value``. Raises :class:`EngineError` where the engine would step with something else."""
     if value is None or isinstance(value, PendingGradient):
         return set_grad(param, None)  # zero_grad() between backward and step loses nothing
     if pending_of(param) is not None:
@@ -162,7 +173,7 @@ def shown_class(base: Any) -> type:
     """The class of a parameter of class ``base`` whose values an engine keeps whole between steps."""
     if base not in _SHOWN:
         members = {
-            "grad": property(_read_grad, _write_grad, lambda param: set_grad(param, None)),
+            "grad": property(read_grad, write_grad, lambda param: set_grad(param, None)),
             "data": property(_read_data, lambda param, value: _set_data(param, value)),
             "__module__": __name__,
             "_onecopy_shown": True,

@@ -13,7 +13,7 @@ from torch import nn
 from onecopy.comm.collectives import Pending
 from onecopy.comm.shared import Shelf
 from onecopy.engine.parameter import HOME, Face
-from onecopy.engine.pending import get_grad, make_plain, pending_of, shown_class
+from onecopy.engine.pending import make_plain, read_grad, shown_class, write_grad
 from onecopy.plan.layout import Slot
 from onecopy.schedule.lower import Buffer
 from onecopy.tiers.memory import DeviceMemory
@@ -323,6 +323,10 @@ class Weights:
         kept.copy_(torch.where(kept.to(rounded.dtype) == rounded, kept, rounded.to(kept.dtype)))
 
 
+def _nothing() -> None:
+    return None
+
+
 class ParameterHome:
     """One parameter of a :class:`Weights` as :class:`~onecopy.engine.parameter.Home` sees it."""
 
@@ -355,6 +359,10 @@ class ParameterHome:
         """The full values, which must be present."""
         return self.weights.full[self.slot.start : self.slot.stop].view(self.shape)
 
+    def __reduce__(self) -> Any:
+        """A parameter is copied or pickled without its home: the copy belongs to no engine."""
+        return _nothing, ()
+
     def writing(self) -> AbstractContextManager[None]:
         return self.weights.writing()
 
@@ -362,8 +370,10 @@ class ParameterHome:
         self.weights.follow(self.slot)
 
     def grad(self, param: torch.Tensor) -> torch.Tensor | None:
-        own = get_grad(param)
-        return own if own is not None else pending_of(param)
+        return read_grad(param)
+
+    def set_grad(self, param: torch.Tensor, value: torch.Tensor | None) -> None:
+        write_grad(param, value)
 
     def demand(self) -> bool:
         return self._demand(self.weights)
