@@ -127,27 +127,31 @@ def look_around(rank: int, world: int) -> dict[str, Any]:
         torch.manual_seed(1)
         model = Net()
         engine = onecopy.initialize(model, plan, optimizer=sgd)
-        weight, frozen = model.blocks[0].weight, model.frozen.weight
-        seen: dict[str, Any] = {"before": weight.grad}
-        engine(batch(0, rank)).backward()
-        model.zero_grad()  # in the middle of a window: nothing is lost
-        model.zero_grad(set_to_none=False)
-        seen["middle"] = refused(lambda: weight.grad.norm())
-        engine.step()
-        engine(batch(1, rank)).backward()
-        seen["shape"] = tuple(weight.grad.shape), weight.grad.dtype, str(weight.grad.device), frozen.grad
-        seen["read"] = refused(lambda: weight.grad + 1)
-        seen["print"] = repr(weight.grad)
-        seen["write"] = refused(lambda: setattr(weight, "grad", torch.zeros(5, 5)))
-        seen["copy"] = refused(lambda: weight.grad.copy_(torch.zeros(5, 5)))
-        assert engine.step()
-        seen["after"] = weight.grad
-        state = engine.full_state_dict()
-        assert all(type(value) is Tensor for value in state.values())
-        engine.close()
-        seen["kinds"] = sorted({type(p).__name__ for p in model.parameters()})
-        out[name] = seen
+        out[name] = look_at(engine, model, rank)
     return out
+
+
+def look_at(engine: Any, model: Net, rank: int) -> dict[str, Any]:
+    weight, frozen = model.blocks[0].weight, model.frozen.weight
+    seen: dict[str, Any] = {"before": weight.grad}
+    engine(batch(0, rank)).backward()
+    model.zero_grad()  # in the middle of a window: nothing is lost
+    model.zero_grad(set_to_none=False)
+    seen["middle"] = refused(lambda: weight.grad.norm())
+    engine.step()
+    engine(batch(1, rank)).backward()
+    seen["shape"] = tuple(weight.grad.shape), weight.grad.dtype, str(weight.grad.device), frozen.grad
+    seen["read"] = refused(lambda: weight.grad + 1)
+    seen["print"] = repr(weight.grad)
+    seen["write"] = refused(lambda: setattr(weight, "grad", torch.zeros(5, 5)))
+    seen["copy"] = refused(lambda: weight.grad.copy_(torch.zeros(5, 5)))
+    assert engine.step()
+    seen["after"] = weight.grad
+    state = engine.full_state_dict()
+    assert all(type(value) is Tensor for value in state.values())
+    engine.close()
+    seen["kinds"] = sorted({type(p).__name__ for p in model.parameters()})
+    return seen
 
 
 def refused(call: Callable[[], Any]) -> str:
@@ -178,7 +182,6 @@ def write_through_data(rank: int, world: int, dtype: str | None) -> dict[str, fl
     for name, plan in every_plan(dtype=dtype).items():
         torch.manual_seed(1)
         model = Net()
-        reference = None
         engine = onecopy.initialize(model, plan, optimizer=sgd)
         for number in range(3):
             engine.backward(engine(batch(number, rank)))
@@ -187,7 +190,6 @@ def write_through_data(rank: int, world: int, dtype: str | None) -> dict[str, fl
                 p.data.clamp_(-0.2, 0.2)
         final = torch.cat([onecopy.full_param(p).reshape(-1) for p in model.parameters()])
         gaps[name] = float(final.abs().max())
-        reference = final if reference is None else reference
         engine.close()
     return gaps
 
