@@ -74,12 +74,12 @@ def gathered(params: nn.Module | nn.Parameter | Iterable[nn.Parameter], write_ra
 
 
 def full_param(param: nn.Parameter) -> torch.Tensor:
-    """The whole parameter in float32 (its master weights where it has some), on every rank. Collective."""
+    """The whole parameter (its master weights where it has some), on every rank; float32 unless it is wider. Collective."""
     return inspect.read_param(param)
 
 
 def full_grad(param: nn.Parameter) -> torch.Tensor | None:
-    """The whole gradient in float32 as reduced so far in this window, unscaled; None when there is none. Collective."""
+    """The whole gradient as reduced so far in this window, unscaled; None when there is none. Collective."""
     return inspect.read_grad(param)
 
 

@@ -248,8 +248,11 @@ def memory_run(rank: int, world: int, how: str) -> tuple[int, int, int]:
         model = Wide()
     built = live_bytes() - start
     engine = onecopy.initialize(model, onecopy.stage(3))
-    # Beside the weights: the exchange buffers of both ranks, which are sized by a unit and not by the model.
-    ready = live_bytes() - start - 2 * engine.predicted()["peak"]["device"].get("exchange buffer", 0)
+    # Beside the weights: the exchange buffers of both ranks, sized by a unit, and the other ranks' shards, which are mapped.
+    predicted = engine.predicted()
+    mapped = 2 * predicted["peak"]["device"].get("exchange buffer", 0)
+    mapped += (world - 1) * predicted["resident"]["device"]["parameter"]
+    ready = live_bytes() - start - mapped
     risen = high_water() - resident if usable else 0
     engine.close()
     return built, ready, risen

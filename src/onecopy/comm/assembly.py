@@ -65,9 +65,9 @@ def settle() -> None:
 
 def _exchange(units: list[int], engine: int) -> list[tuple[int, list[int]]]:
     """Every rank's engine and units."""
-    mine = torch.full((_MOST + 1,), -1, dtype=torch.int64)
+    mine = torch.full((_MOST + 1,), -1, dtype=torch.int64, device="cpu")
     mine[0] = engine
-    mine[1 : 1 + len(units)] = torch.tensor(units, dtype=torch.int64)
+    mine[1 : 1 + len(units)] = torch.tensor(units, dtype=torch.int64, device="cpu")
     told = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
     with waiting("the others in a forward pass without gradients" if units else "the others to end such passes"):
         dist.all_gather(told, mine, group=control())

@@ -171,7 +171,7 @@ class Exchange:
         source = full if full.device.type == "cpu" else full.cpu()
         pieces = source.view(len(self._peers) + 1, -1)
         self._sent(message.kind, pieces.shape[1] * len(self._peers), full.dtype)
-        arrived = torch.empty((len(self._peers), pieces.shape[1]), dtype=full.dtype)
+        arrived = torch.empty((len(self._peers), pieces.shape[1]), dtype=full.dtype, device="cpu")
         works = [self._group.send([pieces[peer]], peer, tag) for peer in self._peers]
         works += [self._group.recv([arrived[at]], peer, tag) for at, peer in enumerate(self._peers)]
 
@@ -187,7 +187,7 @@ class Exchange:
 
     def _staged_gather(self, pieces: torch.Tensor, shard: torch.Tensor, message: Message, tag: int) -> Pending:
         sent = shard.cpu()
-        arrived = {peer: torch.empty(shard.shape, dtype=shard.dtype) for peer in self._peers}
+        arrived = {peer: torch.empty(shard.shape, dtype=shard.dtype, device="cpu") for peer in self._peers}
         works = [self._group.send([sent], peer, tag) for peer in self._peers]
         works += [self._group.recv([arrived[peer]], peer, tag) for peer in self._peers]
 

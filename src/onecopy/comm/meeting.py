@@ -14,7 +14,7 @@ from onecopy.comm import assembly, watch
 from onecopy.comm.groups import control, world_size
 from onecopy.errors import CheckpointError, HangError, OneCopyError, RankMismatchError
 
-__all__ = ["alike", "all_or_none", "collect", "from_rank0", "meet", "my_rank", "same", "tell", "together"]
+__all__ = ["alike", "all_or_none", "collect", "from_rank0", "meet", "my_rank", "on_any", "same", "tell", "together"]
 
 T = TypeVar("T")
 # How often each thing was met for, under the default group that the store belongs to.
@@ -82,11 +82,23 @@ def alike(value: Any) -> bool:
         return True
     assembly.settle()
     digest = int.from_bytes(hashlib.sha256(repr(value).encode()).digest()[:7], "big")
-    extremes = torch.tensor([digest, -digest])
+    extremes = torch.tensor([digest, -digest], device="cpu")
     with watch.waiting("a word from every rank"):
         dist.all_reduce(extremes, dist.ReduceOp.MAX, group=group)
     largest, smallest = extremes.tolist()
     return bool(largest == -smallest)
+
+
+def on_any(flags: list[bool]) -> list[bool]:
+    """Which of ``flags`` are set on some rank. One small all-reduce."""
+    group = control()
+    if group is None or not flags:
+        return flags
+    assembly.settle()
+    told = torch.tensor(flags, dtype=torch.int32, device="cpu")
+    with watch.waiting("a word from every rank"):
+        dist.all_reduce(told, dist.ReduceOp.MAX, group=group)
+    return [bool(flag) for flag in told.tolist()]
 
 
 def collect(value: T) -> list[T]:

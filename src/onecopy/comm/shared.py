@@ -151,12 +151,12 @@ class Shared:
         Returns the tokens under way, the data under way (to be waited for only when the peers' data has been asked for,
         or two ranks would wait for each other), and where the peers' tokens arrive.
         """
-        token = torch.tensor([-1, 0] if slot is None else [slot, self._last[slot]])
+        token = torch.tensor([-1, 0] if slot is None else [slot, self._last[slot]], device="cpu")
         works = [self._group.send([token], peer, tag) for peer in self._peers]
         sends = []
         if slot is None:
             sends = [self._group.send([piece], peer, tag | OVER_WIRE) for peer, piece in data.items()]
-        tokens = {peer: torch.empty(2, dtype=torch.int64) for peer in self._peers}
+        tokens = {peer: torch.empty(2, dtype=torch.int64, device="cpu") for peer in self._peers}
         works += [self._group.recv([tokens[peer]], peer, tag) for peer in self._peers]
         return works, sends, tokens
 
@@ -282,7 +282,7 @@ def open_shared(group: dist.ProcessGroup, sent: Sent, slot_bytes: int, slots: in
 
     ``slot_bytes``: the largest message. Collective over ``group``.
     """
-    slot_bytes = -(-slot_bytes // _ALIGN) * _ALIGN
+    slot_bytes = -(-slot_bytes // _WORD) * _WORD
     head = -(-group.size() * slots * _WORD // _ALIGN) * _ALIGN
     maps = _map_all(group, head + slots * slot_bytes)
     if maps is None:

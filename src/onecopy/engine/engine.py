@@ -68,7 +68,7 @@ class Engine(nn.Module):
         core.hooks.scales = plan.precision.loss_scale is not None and core.optimizer is not None
         core.hooks.output_scale = lambda scaler=self._scaler: scaler.scale  # type: ignore[misc]
         core.rounds.boundary = _Boundary(self)
-        core.rounds.looks = lambda scaler=self._scaler: scaler.at_floor  # type: ignore[misc]
+        core.rounds.suspects.wanted = lambda scaler=self._scaler: scaler.at_floor  # type: ignore[misc]
         watch.engines.add(self)
         # An engine that is dropped leaves no hooks on the model; they do not refer to it.
         weakref.finalize(self, core.hooks.remove)
@@ -266,7 +266,7 @@ class Engine(nn.Module):
             stepper.discard()
             raise EngineError("step() without a backward pass on any rank since the last step: nothing to step with")
         if not verdict.finite and self._scaler.at_floor:
-            raise_at_floor(self._scaler, self.global_steps, core.rounds.suspects, core.hooks.outputs_finite())
+            raise_at_floor(self._scaler, self.global_steps, core.rounds.suspects.names, core.hooks.outputs_finite())
         self.global_steps += 1
         self.grad_norm = verdict.norm
         if verdict.finite:
@@ -277,7 +277,7 @@ class Engine(nn.Module):
             self.skipped_steps += 1
             stepper.discard()
         self._scaler.update(overflow=not verdict.finite)
-        core.rounds.suspects.clear()
+        core.rounds.suspects.names.clear()
         core.rounds.turns.learn(core.ranks)
         self._measured = self._measure(gradient)
         core.ledger.close_step()

@@ -46,11 +46,16 @@ def _part(home: ParameterHome, held: Held) -> tuple[torch.Tensor, int]:
 def _assemble(home: ParameterHome, core: Core, held: Held) -> torch.Tensor:
     """The parameter made whole from every rank's part, bit for bit (integers are summed, all but one of them 0)."""
     part, start = _part(home, held)
-    whole = torch.zeros(home.slot.param.numel, dtype=torch.float32, device=core.ranks.device)
+    whole = torch.zeros(home.slot.param.numel, dtype=_wide(part.dtype), device=core.ranks.device)
     whole[start : start + part.numel()].copy_(part)
     if held[0].numel() < home.weights.spec.layout.padded and core.ranks.gather is not None:
         _sum_bits(whole, home, core.ranks.gather)
     return whole.view(home.shape)
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    """float32 for what is no wider."""
+    return dtype if dtype is torch.float64 or dtype.is_complex else torch.float32
 
 
 def _sum_bits(whole: torch.Tensor, home: ParameterHome, group: dist.ProcessGroup) -> None:
@@ -105,6 +110,7 @@ def read_grad(param: nn.Parameter) -> torch.Tensor | None:
         return None
     home, core = _home(param)
     _agree("full_grad", home)
+    core.rounds.gather_late()
     held = _grad_held(home, _gradients(home, core))
     if held is None:
         return None
@@ -115,6 +121,7 @@ def write_grad(param: nn.Parameter, value: torch.Tensor) -> None:
     """See :func:`onecopy.set_full_grad`. Raises :class:`EngineError` when there is no gradient to replace."""
     home, core = _home(param)
     gradients = _gradients(home, core)
+    core.rounds.gather_late()
     held = _grad_held(home, gradients)
     if held is None:
         raise EngineError(f"parameter {home.name!r} has no gradient yet in this window: run backward first")
@@ -135,7 +142,8 @@ def read_state(param: nn.Parameter, name: str) -> torch.Tensor | None:
     piece = core.tiles.of_param.get(home.name)
     state = core.tiles.optimizer.state.get(piece.param, {}) if piece is not None else {}
     value = state.get(name)
-    whole = torch.zeros(home.slot.param.numel, dtype=torch.float32, device=core.ranks.device)
+    dtype = _wide(value.dtype) if isinstance(value, torch.Tensor) else _wide(home.weights.target().dtype)
+    whole = torch.zeros(home.slot.param.numel, dtype=dtype, device=core.ranks.device)
     if piece is not None and isinstance(value, torch.Tensor):
         if value.shape == piece.param.shape:
             whole[piece.offset : piece.offset + value.numel()].copy_(value)

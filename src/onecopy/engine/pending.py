@@ -97,6 +97,7 @@ def _norms(first: Any, pending: list[Any], rest: tuple[Any, ...], kwargs: dict[s
     for gradient in pending:
         home, core, gradients = _of(gradient)
         assert core.stepper is not None
+        core.rounds.gather_late()
         norms = core.stepper.norms_by_parameter(order, core.hooks.output_scale())
         found.append(norms[home.name].to(core.ranks.device, torch.promote_types(gradients.wire, torch.float32)))
     return found if isinstance(first, list | tuple) else found[0]
@@ -105,6 +106,7 @@ def _norms(first: Any, pending: list[Any], rest: tuple[Any, ...], kwargs: dict[s
 def _edit(gradient: Any, change: Callable[[torch.Tensor], Any]) -> None:
     """Apply an elementwise ``change`` to this rank's part of the unscaled gradient."""
     home, core, gradients = _of(gradient)
+    core.rounds.gather_late()
     total = gradients.total
     if total is None:
         raise EngineError(

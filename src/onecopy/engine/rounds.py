@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 
 import torch
 
@@ -57,6 +58,15 @@ class Turns:
         self.order = [by_name[name] for name in order]
 
 
+@dataclass
+class Suspects:
+    """``names`` of parameters whose gradient of this window is not finite on this rank, before the sum; looked for while
+    they are ``wanted``."""
+
+    wanted: Callable[[], bool] = lambda: False
+    names: list[str] = field(default_factory=list)
+
+
 class Rounds:
     """Takes gradients from autograd and decides when a unit's reductions run.
 
@@ -78,9 +88,9 @@ class Rounds:
         # Asked to report when the gradient of a unit's inputs is there.
         self.watch: Callable[[UnitRun], None] = lambda unit: None
         self.interrupted = False
-        # Where somebody looks: parameters whose gradient of this window is not finite on this rank, before the sum.
-        self.looks: Callable[[], bool] = lambda: False
-        self.suspects: list[str] = []
+        self.suspects = Suspects()
+        # How much was summed when what came late was last sent before a step.
+        self._seen_whole = 0
         # Rounds that reduced in this micro-batch; backward passes since the last step() call.
         self.closed = 0
         self.passes = 0
@@ -237,8 +247,8 @@ class Rounds:
             if not gradients.filling:
                 self._fill(gradients)
             gradients.complete()
-            if self.looks():
-                self.suspects += gradients.not_finite()
+            if self.suspects.wanted():
+                self.suspects.names += gradients.not_finite()
         self._run.start(self._run.ops(unit, event, "reduce"))
         self._flying.append((unit, event))
         while len(self._flying) > self._ahead + 1:
@@ -263,6 +273,19 @@ class Rounds:
         tells them.
         """
         return [any(gradients.filling for gradients in unit.gradients) for unit in self._run.units]
+
+    def gather_late(self) -> None:
+        """Send what came late now, before the step does: somebody wants to see the sums. Collective.
+
+        Asked again with nothing new summed meanwhile, it does nothing.
+        """
+        settled = sum(gradients.settled for unit in self._run.units for gradients in unit.gradients)
+        if settled == self._seen_whole:
+            return
+        marked = meeting.on_any(self.late())
+        if any(marked):
+            self.send_late(marked)
+        self._seen_whole = sum(gradients.settled for unit in self._run.units for gradients in unit.gradients)
 
     def send_late(self, which: list[bool]) -> None:
         """Send what came late to the units marked in ``which``, as the vote found; the others have zeros. Collective."""

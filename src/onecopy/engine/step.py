@@ -71,7 +71,7 @@ class Stepper:
         part = self._part(kind)
         flags = [float(unsent) for unsent in late]
         flags += [float(used) for gradients in self._buffers for used in gradients.marks.used]
-        ballot = torch.tensor([part, *flags], dtype=torch.float64)
+        ballot = torch.tensor([part, *flags], dtype=torch.float64, device="cpu")
         if self._world is not None:
             self._world.all_reduce(ballot, "vote", dist.ReduceOp.MAX if kind == math.inf else dist.ReduceOp.SUM)
         total, *counts = ballot.tolist()

@@ -66,7 +66,7 @@ def _count(mine: bool) -> int:
     group = control()
     if group is None:
         return int(mine)
-    told = torch.tensor([int(mine)])
+    told = torch.tensor([int(mine)], device="cpu")
     with waiting("every rank's word on whether it has another batch"):
         dist.all_reduce(told, group=group)
     return int(told)
