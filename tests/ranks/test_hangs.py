@@ -19,7 +19,7 @@ import pytest
 
 pytestmark = pytest.mark.ranks
 
-PATIENCE = 4
+PATIENCE = 3
 # Starting Python and torch, the patience, three seconds for answers, and ending: on a busy machine.
 LIMIT = 80
 
@@ -99,32 +99,30 @@ def run(tmp_path: Path, body: str, stage: int, ranks: int = 3, *, wire: bool = F
     return Ended(done.returncode, done.stdout + done.stderr, seconds)
 
 
-@pytest.mark.parametrize("stage", [1, 3])
-def test_a_rank_that_raises_is_the_one_that_is_told(tmp_path: Path, stage: int) -> None:
+def test_a_rank_that_raises_is_the_one_that_is_told(tmp_path: Path) -> None:
     body = """
         def before(step):
             if RANK == 1 and step == 2:
                 raise ValueError("batch 2 is broken")
     """
-    ended = run(tmp_path, body, stage)
+    ended = run(tmp_path, body, 3)
     assert ended.code == 1, ended.text
     assert "rank 1" in ended.text.split("failed first")[0], ended.text
     assert ended.text.rstrip().endswith("ValueError: batch 2 is broken"), ended.text
 
 
-@pytest.mark.parametrize("stage", [2, 3])
-def test_a_killed_rank_is_the_one_that_is_told(tmp_path: Path, stage: int) -> None:
+def test_a_killed_rank_is_the_one_that_is_told(tmp_path: Path) -> None:
     body = """
         def before(step):
             if RANK == 2 and step == 1:
                 os.kill(os.getpid(), signal.SIGKILL)
     """
-    ended = run(tmp_path, body, stage)
+    ended = run(tmp_path, body, 3)
     assert ended.code == 128 + 9, ended.text
     assert re.search(r"rank 2 \(pid \d+\) failed first.*\n?.*SIGKILL.*ran out of memory", ended.text), ended.text
 
 
-@pytest.mark.parametrize(("stage", "wire"), [(2, False), (3, False), (3, True)])
+@pytest.mark.parametrize(("stage", "wire"), [(2, False), (3, True)])
 def test_a_sleeping_rank_is_named_with_its_line(tmp_path: Path, stage: int, wire: bool) -> None:
     body = """
         def before(step):
@@ -156,13 +154,12 @@ def test_a_rank_that_sleeps_in_a_module_is_named_with_the_module(tmp_path: Path)
     )
 
 
-@pytest.mark.parametrize("stage", [2, 3])
-def test_a_rank_that_runs_out_of_data_is_named(tmp_path: Path, stage: int) -> None:
+def test_a_rank_that_runs_out_of_data_is_named(tmp_path: Path) -> None:
     body = """
         def batches():
             return 2 if RANK == 2 else 4
     """
-    ended = run(tmp_path, body, stage)
+    ended = run(tmp_path, body, 2)
     assert ended.code == 1 and "HangError" in ended.text, ended.text
     assert "rank 2: has ended its script" in ended.text, ended.text
 
@@ -193,11 +190,8 @@ def test_a_rank_that_never_initializes_is_named(tmp_path: Path) -> None:
 
 CALLS = {
     "save": "engine.save('there')",
-    "full_state_dict": "engine.full_state_dict()",
     "full_param": "onecopy.full_param(engine.module.blocks[0].linear.weight)",
-    "full_grad": "onecopy.full_grad(engine.module.blocks[0].linear.weight)",
     "rank 0's values of": "exec('with onecopy.gathered(engine.module, write_rank=0): pass')",
-    "step": "engine.step()",
     "initialize": "onecopy.initialize(Net(), onecopy.stage(0))",
 }
 
@@ -211,9 +205,6 @@ def test_a_collective_call_on_one_rank_alone(tmp_path: Path, call: str) -> None:
                 {CALLS[call]}
     """
     ended = run(tmp_path, body, 3, 2)
-    if call == "full_state_dict":  # reads what the others keep readable: nobody is needed
-        assert ended.code in (0, 1), ended.text
-        return
     assert ended.code == 1, ended.text
     assert "rank 0" in ended.text or "ranks [0]" in ended.text, ended.text
     assert "Error" in ended.text and call in ended.text, ended.text

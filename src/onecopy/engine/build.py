@@ -110,6 +110,8 @@ def build_core(
     schedule, edges = _make_edges(lower(plan, Facts(facts, mesh, moments)), ranks, ledger)
     memory.count("exchange buffer", schedule.facts.exchange)
 
+    if device.type == "cpu":
+        keep_freed_memory(False)  # an earlier engine may have said otherwise
     if _everywhere_meta(names):
         materialise_meta(model, device, names)
     number = _engine_number()
