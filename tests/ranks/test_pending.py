@@ -201,6 +201,30 @@ def test_writes_through_data_reach_the_master_weights(dtype: str | None) -> None
             assert largest <= 0.2002, f"{name}: a weight is {largest} after it was clamped to 0.2"
 
 
+def write_in_place(rank: int, world: int) -> dict[str, float]:
+    gaps = {}
+    for name, plan in every_plan().items():
+        torch.manual_seed(1)
+        twin = Net()
+        model = copy.deepcopy(twin)
+        engine = onecopy.initialize(model, plan, optimizer=sgd)
+        for net in (model, twin):
+            for p in net.parameters():
+                p.data += 0.25
+                p.data *= 0.5
+                p.data.sub_(0.1)
+                p.data = p.data
+        gaps[name] = largest_gap(model, twin)
+        engine.close()
+    return gaps
+
+
+def test_augmented_assignments_to_data() -> None:
+    """``p.data += 1`` reads, writes and assigns."""
+    for run in run_ranks(write_in_place, 2):
+        assert all(gap <= 1e-7 for gap in run.values()), run
+
+
 def test_a_managed_parameter_copies_pickles_and_compiles_as_any() -> None:
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1))
     engine = onecopy.initialize(model, onecopy.stage(0), optimizer=sgd)

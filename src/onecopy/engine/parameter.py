@@ -202,6 +202,8 @@ def _access(func: Any, prop: str, subject: torch.Tensor, home: Home, args: Any, 
         if prop in ("data", "T", "mT"):
             return _alias(func, subject, home, args[1:], kwargs)
         raise _refuse(home, f".{prop}")
+    if prop == "data" and isinstance(args[-1], StandIn) and args[-1].__dict__[HOME] is home:
+        return None  # ``p.data += 1`` has written through the stand-in already
     whole = isinstance(args[-1], torch.Tensor) and args[-1].shape == home.shape
     if prop == "data" and whole and _CHAIN not in subject.__dict__:
         local, start = home.local()
