@@ -189,9 +189,11 @@ def _first(failures: dict[int, ProcessFailure]) -> Failure:
     """The failure that caused the others: not that of a rank which the agent ended, nor, if there is another, of one that
     waited for a lost one; then the earliest with an error file, then one without."""
 
+    told = [extra["nanoseconds"] for failure in failures.values() if "nanoseconds" in (extra := _extra(failure))]
+
     def order(rank: int) -> tuple[bool, bool, bool, int]:
         extra = _extra(failures[rank])
-        ended = failures[rank].exitcode == -signal.SIGTERM
+        ended = failures[rank].exitcode == -signal.SIGTERM or _ended_late(failures[rank], told)
         time_ns = extra.get("nanoseconds", failures[rank].timestamp)
         return ended, _is_victim(extra), "nanoseconds" not in extra, time_ns
 
@@ -209,6 +211,11 @@ def _first(failures: dict[int, ProcessFailure]) -> Failure:
     own = tuple(r for r in after if failures[r].exitcode != -signal.SIGTERM)
     classes = tuple(extra.get("classes", ()))
     return Failure(rank, found.pid, found.exitcode, message, extra.get("py_callstack", ""), classes, own)
+
+
+def _ended_late(failure: ProcessFailure, told: list[int]) -> bool:
+    """Was a killed rank killed by the agent, because it did not react when another one had failed (it was stopped)?"""
+    return failure.exitcode == -signal.SIGKILL and bool(told) and failure.timestamp > min(told) / 1e9 + 5
 
 
 def _is_victim(extra: dict[str, Any]) -> bool:

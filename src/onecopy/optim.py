@@ -231,6 +231,13 @@ class Tiles:
         """Is the engine stepping the optimizer just now?"""
         return self._stepping
 
+    def options(self) -> list[dict[str, Any]]:
+        """The numbers and flags of every group, as they are now."""
+        return [
+            {key: value for key, value in group.items() if isinstance(value, int | float | str | tuple)}
+            for group in self.optimizer.param_groups
+        ]
+
     def moments(self) -> int:
         """Bytes of the states that have one element per weight."""
         total = 0

@@ -82,8 +82,10 @@ def _write_failure(path: str, error: Exception) -> None:
         "classes": [f"{cls.__module__}.{cls.__qualname__}" for cls in type(error).__mro__],
         "text": str(error),
     }
-    with open(path, "w") as file:
+    # Whole or not there: the agent may look at any time.
+    with open(path + ".partial", "w") as file:
         json.dump({"message": {"message": f"{type(error).__name__}: {error}", "extraInfo": extra}}, file)
+    os.replace(path + ".partial", path)
 
 
 def _tell_others(error: Exception) -> None:

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import onecopy
-from onecopy.errors import EngineError, PlanError
+from onecopy.errors import EngineError, OneCopyError, PlanError
 from tests.ranks.harness import run_ranks
 from tests.ranks.oracle import every_plan, largest_gap
 
@@ -178,3 +178,80 @@ def refused(rank: int, world: int) -> None:
 
 def test_what_cannot_be_right_is_refused() -> None:
     run_ranks(refused, 2)
+
+
+# ------------------------------------------------------------------------------- things that ranks must do alike, by chance
+
+
+def alike_or_refused(rank: int, world: int, case: str) -> dict[str, str]:
+    out = {}
+    for name, plan in every_plan().items():
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+        engine = onecopy.initialize(model, plan, optimizer=lambda p: torch.optim.SGD(p, lr=0.1), patience=3)
+        try:
+            engine(torch.ones(1, 4) + rank).sum().backward()
+            if rank == 0 and case == "lr":
+                engine.optimizer.param_groups[0]["lr"] = 0.01
+            if rank == 0 and case == "norm":
+                model[0].weight.grad.norm()
+            if rank == 0 and case == "write" and not name.startswith("stage 3"):
+                with torch.no_grad():
+                    model[0].weight.zero_()
+            engine.step()
+            out[name] = "done"
+        except OneCopyError as error:
+            out[name] = str(error)
+        if case == "norm":
+            return out  # the group is broken
+        engine.close()
+    return out
+
+
+def test_a_learning_rate_set_on_one_rank_is_refused_on_all() -> None:
+    for run in run_ranks(alike_or_refused, 2, "lr"):
+        assert all("disagree about what their optimizers are set to" in said for said in run.values()), run
+        assert all("0.01" in said and "0.1" in said for said in run.values()), run
+
+
+def test_a_weight_written_on_one_rank_is_refused_on_all() -> None:
+    for run in run_ranks(alike_or_refused, 2, "write"):
+        for name, said in run.items():
+            assert said == "done" if name.startswith("stage 3") else "written since the last step" in said, (name, said)
+
+
+def test_a_norm_asked_for_on_one_rank_ends_the_job_with_a_word() -> None:
+    """It meets the vote of the other rank's step: neither pairs with the other, and the process lives to say so."""
+    for run in run_ranks(alike_or_refused, 2, "norm"):
+        assert "the vote of engine.step()" in run["stage 0"], run
+
+
+def test_dropping_gradients_by_zero_grad_is_noticed() -> None:
+    model = nn.Linear(3, 1)
+    engine = onecopy.initialize(model, onecopy.stage(2), optimizer=lambda p: torch.optim.SGD(p, lr=0.1))
+    for zero in (engine.zero_grad, model.zero_grad):
+        engine(torch.ones(1, 3)).sum().backward()
+        with pytest.warns(UserWarning, match=r"discard_gradients\(\)"):
+            zero()
+        engine.step()
+    engine.close()
+
+
+def test_step_after_every_window_only_is_noticed() -> None:
+    engine = onecopy.initialize(
+        nn.Linear(3, 1), onecopy.stage(2, accumulation=2), optimizer=lambda p: torch.optim.SGD(p, lr=0.1)
+    )
+    for _ in range(2):
+        engine(torch.ones(1, 3)).sum().backward()
+    with pytest.warns(UserWarning, match="belongs after every micro-batch"):
+        engine.step()
+    engine.close()
+
+
+def test_misspelt_options_are_refused_with_the_nearest() -> None:
+    with pytest.raises(onecopy.errors.PlanError, match=r"'acumulation'; did you mean 'accumulation'"):
+        onecopy.stage(2, acumulation=4)
+    with pytest.raises(onecopy.errors.PlanError, match=r"'Liner'.*did you mean 'Linear'"):
+        onecopy.initialize(nn.Sequential(nn.Linear(2, 2)), onecopy.stage(0, units=onecopy.Units(blocks=("Liner",))))
+    with pytest.raises(onecopy.errors.ConfigError, match="patience"):
+        onecopy.initialize(nn.Linear(2, 2), onecopy.stage(0), patience="5")  # type: ignore[arg-type]

@@ -104,22 +104,27 @@ def world_size() -> int:
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
-# The default group, and the one of the same ranks that is made under it.
+# The groups of all ranks that were made under a default group.
 _CONTROL: list[tuple[object, dist.ProcessGroup]] = []
 
 
-def control() -> dist.ProcessGroup | None:
+def control(use: int = 0) -> dist.ProcessGroup | None:
     """A gloo group of all ranks for what is agreed on the host, with the job's patience; None on one rank.
+
+    ``use`` 0: what callers ask for; 1: the votes of steps. Gloo ends the process when two ranks meet in messages of
+    different sizes, so a rank that asks while another steps must not meet it.
 
     Made at its first use, which is collective; all ranks are known to be there by then (``meeting.meet``).
     """
     if world_size() == 1:
         return None
     if not _CONTROL or _CONTROL[0][0] is not dist.group.WORLD:
-        with watch.waiting("the group of all ranks"):
-            group = dist.new_group(backend="gloo", timeout=watch.group_timeout())
-        _CONTROL[:] = [(dist.group.WORLD, group)]
-    return _CONTROL[0][1]
+        _CONTROL.clear()
+        with watch.waiting("the groups of all ranks"):
+            for _ in range(2):
+                group = dist.new_group(backend="gloo", timeout=watch.group_timeout())
+                _CONTROL.append((dist.group.WORLD, group))
+    return _CONTROL[use][1]
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,7 @@ import torch.distributed as dist
 
 from onecopy.comm.collectives import OVER_WIRE, Exchange, Message, Pending, Sent, sum_into
 from onecopy.comm.watch import patience, waiting
+from onecopy.errors import HangError
 
 __all__ = ["Shared", "Shelf", "open_shared", "open_shelf"]
 
@@ -199,6 +200,7 @@ class Shelf:
         self._all = shards
         self.shards = shards[self._index]
         self._depth = 0
+        self._lost: HangError | None = None
         self._fence = threading.Lock()
         # Peers whose process numbers mean something here: not in another container's PID namespace.
         self._visible = {peer for peer in self._peers if os.path.exists(f"/proc/{heads[peer][_PID]}")}
@@ -235,6 +237,15 @@ class Shelf:
         behind = [peer for peer in self._peers if self._heads[peer][cell] < number]
         if not behind:
             return
+        if self._lost is not None:
+            raise self._lost  # a caller that caught it and goes on waits no second time
+        try:
+            self._wait(cell, number, what, behind)
+        except HangError as error:
+            self._lost = error
+            raise
+
+    def _wait(self, cell: int, number: int, what: object, behind: list[int]) -> None:
         with waiting(what):
             limit, pause = time.monotonic() + patience(), _FIRST_PAUSE
             while behind:

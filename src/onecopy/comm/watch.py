@@ -83,7 +83,7 @@ def set_patience(seconds: float | None) -> None:
 
 
 def _checked(seconds: float) -> float:
-    if isinstance(seconds, bool) or not 0 < seconds < float("inf"):
+    if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 < seconds < float("inf"):
         raise ConfigError(f"patience is {seconds!r}; it is a number of seconds above 0")
     return float(seconds)
 
@@ -183,7 +183,8 @@ def _listed(ranks: list[int]) -> str:
 
 def _first_line(error: BaseException) -> str:
     text = (str(error).strip() or type(error).__name__).splitlines()[0]
-    return text.rpartition("] ")[2] or text  # gloo puts a source line in front
+    text = text.rpartition("] ")[2] or text  # gloo puts a source line in front, and advice behind
+    return text.partition(". This is")[0]
 
 
 def _roll_call() -> dict[int, tuple[Report | None, str]]:

@@ -93,7 +93,7 @@ def build_core(
     meeting.meet("initialize")
     meeting.all_or_none(lambda: check(plan, (), world))
     names = named_parameters(model)
-    units = find_units(model, plan.units)
+    units = meeting.all_or_none(lambda: find_units(model, plan.units))
     dtype = getattr(torch, plan.precision.dtype) if plan.precision.dtype else None
     facts = tuple(unit.fact(names, dtype) for unit in units)
     meeting.all_or_none(lambda: _refuse_shared_storage(names))
@@ -130,7 +130,7 @@ def build_core(
     tiles = stepper = ticker = None
     if made is not None:
         tiles = Tiles(made, [weights for unit in runs for weights in unit.weights if weights.spec.trainable])
-        stepper = Stepper(run, tiles, ranks, edge_for(control(), ledger.sent), memory, plan.clip)
+        stepper = Stepper(run, tiles, ranks, edge_for(control(use=1), ledger.sent), memory, plan.clip)
         ticker = _make_scheduler(made, scheduler, plan)
     core = Core(plan, schedule, ranks, memory, ledger, run, gathering, rounds, hooks, made, ticker, tiles, stepper, names)
     for unit in runs:

@@ -216,13 +216,24 @@ class Engine(nn.Module):
         )
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Does nothing: gradients are dropped by :meth:`step`, so one in the middle of a window loses nothing."""
+        """Drops nothing: gradients are dropped by :meth:`step`, so one in the middle of a window loses nothing. Between a
+        backward pass and its step it warns: :meth:`discard_gradients` is what drops them."""
+        self._core.rounds.warn_of_zeroing()
 
     def _optimizer(self) -> Optimizer:
         self._check_open()
         if self._core.optimizer is None:
             raise EngineError("this engine has no optimizer: it is for forward passes; pass optimizer= to initialize")
         return self._core.optimizer
+
+    def __getattr__(self, name: str) -> Any:
+        """What the engine lacks is asked of the model: ``engine.generate(...)``."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == "module":
+                raise
+            return getattr(super().__getattr__("module"), name)
 
     def progress(self) -> str:
         """Where in a run this engine is, for people."""
@@ -246,9 +257,11 @@ class Engine(nn.Module):
         core, stepper = self._core, self._core.stepper
         assert stepper is not None
         core.gathering.release_all()
+        written = []
         for unit in core.run.units:
             for weights in unit.weights:
-                weights.notice_writes()
+                if weights.notice_writes():
+                    written.append(weights.spec.name)
                 if thawed := weights.unfrozen():
                     raise EngineError(
                         f"parameter {thawed[0]!r} was frozen when the engine was made and requires gradients now; close "
@@ -258,10 +271,11 @@ class Engine(nn.Module):
         gradient = core.memory.live["gradient"]
         # Gradients are too large by the loss scale, and too small where ranks had no data.
         scale = self._scaler.scale / self._shares.take()
-        verdict = stepper.agree(scale, core.rounds.late())
+        state = [core.tiles.options() if core.tiles is not None else [], written]
+        verdict = stepper.agree(scale, core.rounds.late(), state)
         if any(verdict.late):
             core.rounds.send_late(verdict.late)
-            verdict = stepper.agree(scale, core.rounds.late())
+            verdict = stepper.agree(scale, core.rounds.late(), state)
         if verdict.empty:
             stepper.discard()
             raise EngineError("step() without a backward pass on any rank since the last step: nothing to step with")

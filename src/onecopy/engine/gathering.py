@@ -34,6 +34,8 @@ class Others:
     asks: bool = False
     asking: bool = False
     forwards: int = 0
+    # The micro-batch is one that some ranks have no data for.
+    partial: bool = False
 
     def begin(self, alone: bool, backward: bool) -> None:
         """A pass begins; ``alone``: other ranks may not run it."""

@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from onecopy.comm import meeting
 from onecopy.engine.parameter import ELEMENTWISE, HOME, METADATA_METHODS, METADATA_PROPERTIES, hollow, property_name
-from onecopy.errors import EngineError
+from onecopy.errors import EngineError, RankMismatchError
 
 if TYPE_CHECKING:
     from onecopy.engine.build import Core
@@ -59,6 +60,8 @@ class PendingGradient(torch.Tensor):
             return f"<gradient of {_of(first)[0].name!r}, in pieces on the ranks; onecopy.full_grad reads it>"
         pending = [item for item in (first if isinstance(first, list | tuple) else [first]) if isinstance(item, cls)]
         if name in _IGNORED:
+            if "zero" in name:
+                _warn_of_zeroing(pending[0])
             return first
         if name in _NORMS and pending:
             return _norms(first, pending, args[1:], kwargs)
@@ -73,6 +76,11 @@ class PendingGradient(torch.Tensor):
             "the ranks and kept in pieces; read it with onecopy.full_grad(p) and replace it with "
             "onecopy.set_full_grad(p, value), on all ranks. Norms, clipping and scaling by a number work on p.grad itself"
         )
+
+
+def _warn_of_zeroing(gradient: PendingGradient | None) -> None:
+    if gradient is not None:
+        _of(gradient)[1].rounds.warn_of_zeroing()
 
 
 def _of(gradient: Any) -> tuple[ParameterHome, Core, Gradients]:
@@ -97,15 +105,28 @@ def _norms(first: Any, pending: list[Any], rest: tuple[Any, ...], kwargs: dict[s
     for gradient in pending:
         home, core, gradients = _of(gradient)
         assert core.stepper is not None
+        _refuse_when_partial(core)
         core.rounds.gather_late()
+        if not core.stepper.knows_norms(order):
+            meeting.same("the norm asked of p.grad", order, RankMismatchError)
         norms = core.stepper.norms_by_parameter(order, core.hooks.output_scale())
         found.append(norms[home.name].to(core.ranks.device, torch.promote_types(gradients.wire, torch.float32)))
     return found if isinstance(first, list | tuple) else found[0]
 
 
+def _refuse_when_partial(core: Core) -> None:
+    """In ``engine.uneven`` ranks without data do not run the loop's body, so they cannot do their part."""
+    if core.gathering.others.partial:
+        raise EngineError(
+            "p.grad inside engine.uneven() while some ranks have no more batches: they do not run this line, and norms and "
+            "changes of gradients need all ranks; clip with the plan, onecopy.stage(..., clip=1.0)"
+        )
+
+
 def _edit(gradient: Any, change: Callable[[torch.Tensor], Any]) -> None:
     """Apply an elementwise ``change`` to this rank's part of the unscaled gradient."""
     home, core, gradients = _of(gradient)
+    _refuse_when_partial(core)
     core.rounds.gather_late()
     total = gradients.total
     if total is None:
@@ -150,8 +171,11 @@ def read_grad(param: torch.Tensor) -> torch.Tensor | None:
 
 def write_grad(param: torch.Tensor, value: torch.Tensor | None) -> None:
     """``param.grad = value``. Raises :class:`EngineError` where the engine would step with something else."""
-    if value is None or isinstance(value, PendingGradient):
-        return set_grad(param, None)  # zero_grad() between backward and step loses nothing
+    if isinstance(value, PendingGradient):  # ``p.grad *= 2`` has changed it already
+        return set_grad(param, None)
+    if value is None:
+        _warn_of_zeroing(pending_of(param))
+        return set_grad(param, None)
     if pending_of(param) is not None:
         raise EngineError(
             f"setting p.grad of parameter {param.__dict__[HOME].name!r} has no effect on what the engine steps with; use "

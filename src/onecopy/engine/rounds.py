@@ -14,6 +14,7 @@ from onecopy.comm.groups import Ranks
 from onecopy.engine.gathering import Gathering
 from onecopy.engine.gradients import Gradients
 from onecopy.engine.run import Run, UnitRun
+from onecopy.errors import RankMismatchError
 from onecopy.schedule.ops import Event
 
 __all__ = ["Rounds"]
@@ -208,6 +209,13 @@ class Rounds:
 
     def next_micro_batch(self) -> None:
         """``step()`` was called."""
+        window = self._run.schedule.plan.batch.accumulation
+        if window > 1 and self.passes >= window:
+            warnings.warn(
+                f"{self.passes} backward passes in one micro-batch, with accumulation over {window}: engine.step() belongs "
+                "after every micro-batch, and steps the optimizer at the last one of a window",
+                stacklevel=3,
+            )
         self.closed = self.passes = self._gathering.others.forwards = 0
 
     # Details
@@ -282,6 +290,7 @@ class Rounds:
         settled = sum(gradients.settled for unit in self._run.units for gradients in unit.gradients)
         if settled == self._seen_whole:
             return
+        meeting.same("what is done with gradients before the step", "looked at", RankMismatchError)
         marked = meeting.on_any(self.late())
         if any(marked):
             self.send_late(marked)
@@ -299,6 +308,15 @@ class Rounds:
         """More gradients for a unit that was sent: what is on its way must have left the buffer."""
         while any(flying is unit for flying, _ in self._flying):
             self._finish()
+
+    def warn_of_zeroing(self) -> None:
+        """Somebody zeroes gradients; between a backward pass and its step plain PyTorch would drop them."""
+        if self.passes and self._run.schedule.plan.batch.accumulation == 1:
+            warnings.warn(
+                "zero_grad() between backward() and engine.step() drops nothing: gradients are dropped by engine.step(). "
+                "To drop those of this window call engine.discard_gradients() on all ranks",
+                stacklevel=3,
+            )
 
     def _warn_if_forgotten(self) -> None:
         window = self._run.schedule.plan.batch.accumulation

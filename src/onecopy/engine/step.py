@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections import deque
 
@@ -15,7 +16,7 @@ from onecopy.engine.gradients import Gradients
 from onecopy.engine.precision import LossScaler
 from onecopy.engine.run import Run, UnitRun
 from onecopy.engine.weights import Weights
-from onecopy.errors import EngineError
+from onecopy.errors import EngineError, RankMismatchError
 from onecopy.optim import Tiles
 from onecopy.plan.plan import Clip
 from onecopy.schedule.ops import Op
@@ -60,8 +61,9 @@ class Stepper:
 
     # Agreeing
 
-    def agree(self, scale: float, late: list[bool]) -> Verdict:
-        """One small all-reduce: the ``norm_type`` norm over all elements once, the parameters used, the units ``late``.
+    def agree(self, scale: float, late: list[bool], state: object) -> Verdict:
+        """One small all-reduce: the ``norm_type`` norm over all elements once, the parameters used, the units ``late``, and
+        whether ``state`` has the same ``repr`` on every rank.
 
         Each rank adds up its own piece, whatever it holds beside it, so every layout gives the same parts. ``scale``:
         the loss scale in the gradients.
@@ -69,12 +71,16 @@ class Stepper:
         self.forget_norms()
         kind = self._clip.norm_type
         part = self._part(kind)
-        flags = [float(unsent) for unsent in late]
+        own = _number_of(state)
+        flags = [float(own), float(_LARGEST - own), *(float(unsent) for unsent in late)]
         flags += [float(used) for gradients in self._buffers for used in gradients.marks.used]
         ballot = torch.tensor([part, *flags], dtype=torch.float64, device="cpu")
         if self._world is not None:
             self._world.all_reduce(ballot, "vote", dist.ReduceOp.MAX if kind == math.inf else dist.ReduceOp.SUM)
-        total, *counts = ballot.tolist()
+        total, one, other, *counts = ballot.tolist()
+        if (one + other != _LARGEST) if kind == math.inf else (one != own * self._ranks.mesh.world):
+            what = "what their optimizers are set to and which parameters were written since the last step"
+            meeting.same(what, state, RankMismatchError)
         norm = total if kind == math.inf else _root(total, kind)
         return Verdict(norm / scale, self._flags(counts[len(late) :]), [count > 0 for count in counts[: len(late)]])
 
@@ -104,6 +110,10 @@ class Stepper:
     def forget_norms(self) -> None:
         """The gradients were changed."""
         self._norms.clear()
+
+    def knows_norms(self, order: float) -> bool:
+        """Were they asked for before, with nothing new since?"""
+        return (order, sum(gradients.settled for gradients in self._buffers)) in self._norms
 
     def norms_by_parameter(self, order: float, scale: float) -> dict[str, torch.Tensor]:
         """Norms of the unscaled gradients of all parameters. Collective where they were not asked for before.
@@ -196,6 +206,14 @@ class Stepper:
         """Forget the gradients of this window."""
         for gradients in self._buffers:
             gradients.drop()
+
+
+# Numbers up to here are added up over thousands of ranks without rounding.
+_LARGEST = 2**40
+
+
+def _number_of(state: object) -> int:
+    return int.from_bytes(hashlib.sha256(repr(state).encode()).digest()[:5], "big")
 
 
 def raise_at_floor(scaler: LossScaler, step: int, suspects: list[str], outputs_finite: bool | None) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 import torch.distributed as dist
 
-from onecopy.comm.groups import control
+from onecopy.comm.groups import control, world_size
 from onecopy.comm.watch import waiting
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ class Shares:
 
 def uneven(engine: Engine, batches: Iterable[T], shares: Shares) -> Iterator[T]:
     """See :meth:`onecopy.Engine.uneven`."""
-    source = iter(batches)
+    source, others = iter(batches), engine._core.gathering.others
     left = True
     while True:
         ahead = list(islice(source, 1)) if left else []
@@ -53,10 +53,12 @@ def uneven(engine: Engine, batches: Iterable[T], shares: Shares) -> Iterator[T]:
         if not ranks:
             break
         shares.add(ranks)
+        others.partial = ranks < world_size()
         before = engine.micro_steps
         yield from ahead
         if engine.micro_steps == before:
             engine.step()
+    others.partial = False
     while shares.open:
         engine.step()
 
@@ -66,7 +68,8 @@ def _count(mine: bool) -> int:
     group = control()
     if group is None:
         return int(mine)
-    told = torch.tensor([int(mine)], device="cpu")
+    own = torch.tensor([int(mine)], device="cpu")
+    told = [torch.empty_like(own) for _ in range(world_size())]
     with waiting("every rank's word on whether it has another batch"):
-        dist.all_reduce(told, group=group)
-    return int(told)
+        dist.all_gather(told, own, group=group)
+    return sum(int(each) for each in told)

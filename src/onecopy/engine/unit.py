@@ -7,12 +7,14 @@ block stay inside their block's unit, so that ranks which route differently stil
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import torch
 from torch import nn
 
+from onecopy.errors import PlanError
 from onecopy.plan.layout import ParamFact, UnitFact
 from onecopy.plan.plan import Units
 
@@ -98,6 +100,7 @@ def find_units(model: nn.Module, policy: Units) -> list[UnitModules]:
     units: list[UnitModules] = []
     home: dict[nn.Parameter, UnitModules] = {}
     root = _unwrapped(model)
+    _refuse_unknown(model, policy.blocks or ())
     for name, entry, members in _candidates(model, "", policy.blocks):
         fresh = [param for param in members if param not in home]
         for param in members:
@@ -115,6 +118,16 @@ def find_units(model: nn.Module, policy: Units) -> list[UnitModules]:
         home.update((param, unit) for param in fresh)
     _mark_spans(model, units)
     return units
+
+
+def _refuse_unknown(model: nn.Module, blocks: tuple[str, ...]) -> None:
+    """A block class that the model has not got is a slip, and its layers would be units of another size."""
+    known = sorted({type(module).__name__ for module in model.modules()})
+    for block in blocks:
+        if block not in known:
+            near = difflib.get_close_matches(block, known, 1)
+            hint = f"did you mean {near[0]!r}?" if near else f"it has {known}"
+            raise PlanError(f"units.blocks names {block!r}, a class that no module of the model has; {hint}")
 
 
 def _mark_spans(model: nn.Module, units: list[UnitModules]) -> None:

@@ -130,21 +130,21 @@ class Weights:
         for face in self._faces:
             face.show()
 
-    def notice_writes(self) -> None:
-        """Parameters that rest whole can be written by anyone at any time: make the master weights follow.
+    def notice_writes(self) -> bool:
+        """Was anything written? Parameters that rest whole can be written by anyone at any time: make the master weights
+        follow.
 
         The engine writes through ``full``, which does not touch the parameters' own version counters.
         """
         if self.cut:
-            return
-        self._take_back()
-        if self.master is None:
-            return
+            return False
+        taken = self._take_back()
         versions = self._version_sum()
-        if versions != self.writes.versions or self.writes.unseen:
-            self.writes.versions = versions
+        seen, self.writes.versions = versions != self.writes.versions, versions
+        if self.master is not None and (seen or self.writes.unseen):
             for slot in self.spec.layout.slots:
                 self.follow(slot)
+        return seen or taken
 
     def unfrozen(self) -> list[str]:
         """Names of parameters that were frozen when the engine was made and require gradients now."""
@@ -154,8 +154,10 @@ class Weights:
             pairs = zip(self.spec.layout.slots, self.params, strict=True)
             return [slot.param.name for slot, param in pairs if param.requires_grad]
 
-    def _take_back(self) -> None:
-        """Parameters whose ``.data`` was exchanged for another tensor: its values count, its memory does not."""
+    def _take_back(self) -> bool:
+        """Were there any? Parameters whose ``.data`` was exchanged for another tensor: its values count, its memory does
+        not."""
+        taken = False
         base, size = self.full.data_ptr(), self.full.element_size()
         for slot, param in zip(self.spec.layout.slots, self.params, strict=True):
             if param.data_ptr() != base + slot.start * size:
@@ -163,6 +165,8 @@ class Weights:
                 view.copy_(param.data)
                 param.data = view
                 self.follow(slot)
+                taken = True
+        return taken
 
     def _version_sum(self) -> int:
         return sum([param._version for param in self.params])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import difflib
+from dataclasses import fields
 from typing import Any
 
 from onecopy.errors import PlanError
@@ -47,6 +49,11 @@ def stage(
         raise PlanError(f"stage {number!r} does not exist; choose 0, 1, 2 or 3")
     if not reshard_after_forward and _ROWS[number].parameter.rest.replicated:
         raise PlanError(f"reshard_after_forward=False is for stage 3; stage {number} never shards parameters")
+    known = [field.name for field in fields(Plan)]
+    for option in policies:
+        if option not in known:
+            near = difflib.get_close_matches(option, [*known, "accumulation", "clip", "dtype", "reshard_after_forward"], 1)
+            raise PlanError(f"stage() has no option {option!r}" + (f"; did you mean {near[0]!r}?" if near else f"; {known}"))
     _refuse_both(policies, precision=dtype is not None, batch=accumulation != 1)
     row = _ROWS[number] if reshard_after_forward else _row(_ROWS[number].parameter.rest, _FULL, *_tail(_ROWS[number]))
     name = DTYPES.get(dtype, dtype) if dtype else None
