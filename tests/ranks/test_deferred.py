@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import onecopy
 from onecopy.errors import OneCopyError
-from tests.ranks import models
+from tests.ranks import harness, models
 from tests.ranks.harness import run_ranks
 from tests.ranks.oracle import every_plan, sgd
 from tests.ranks.test_ledger import live_bytes
@@ -260,6 +260,7 @@ def memory_run(rank: int, world: int, how: str) -> tuple[int, int, int]:
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="needs /proc")
 def test_construction_takes_a_ranks_share() -> None:
+    harness._workers().close()  # new processes: what malloc kept of earlier models would blur the high-water mark
     whole = LAYERS * Wide.LAYER
     for built, ready, risen in run_ranks(memory_run, 2, "deferred"):
         assert built <= whole // 2 + Wide.LAYER
