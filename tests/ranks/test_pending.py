@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.utils.checkpoint
 from torch import Tensor, nn
 
 import onecopy
@@ -152,6 +153,44 @@ def look_at(engine: Any, model: Net, rank: int) -> dict[str, Any]:
     engine.close()
     seen["kinds"] = sorted({type(p).__name__ for p in model.parameters()})
     return seen
+
+
+class Twice(nn.Module):
+    """Recomputed twice in backward, so that its second gradient comes after the first was sent."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell, self.head = nn.Linear(4, 4), nn.Linear(4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(2):
+            x = torch.utils.checkpoint.checkpoint(self.cell, x.requires_grad_(), use_reentrant=True).tanh()
+        return self.head(x).sum()
+
+
+def look_at_late(rank: int, world: int) -> dict[str, float]:
+    gaps = {}
+    for name, plan in every_plan().items():
+        torch.manual_seed(1)
+        twin = Twice()
+        engine = onecopy.initialize(copy.deepcopy(twin), plan, optimizer=lambda p: torch.optim.SGD(p, lr=0.0))
+        for number in range(3):
+            twin.zero_grad()
+            engine(batch(number, rank)[:, :4]).backward()
+            for other in range(world):
+                (twin(batch(number, other)[:, :4]) / world).backward()
+            seen = onecopy.full_grad(engine.module.cell.weight)
+            assert seen is not None
+            gap = float((seen - twin.cell.weight.grad).abs().max())
+            gaps[name] = max(gap, gaps.get(name, 0.0))
+            engine.step()
+        engine.close()
+    return gaps
+
+
+def test_gradients_that_came_late_are_seen_in_every_window() -> None:
+    for run in run_ranks(look_at_late, 2):
+        assert all(gap <= 1e-5 for gap in run.values()), run
 
 
 def refused(call: Callable[[], Any]) -> str:

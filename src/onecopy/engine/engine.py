@@ -178,11 +178,6 @@ class Engine(nn.Module):
         """
         return uneven(self, batches, self._shares)
 
-    @property
-    def has_gradients(self) -> bool:
-        """Has this rank gradients that no step has used?"""
-        return self._core.stepper is not None and self._core.stepper.has_gradients()
-
     def train(self, mode: bool = True) -> Engine:
         """As for any module. Ranks may run different numbers of forward passes in evaluation, and meet here again."""
         if self._core.gathering.others.asks:
@@ -192,6 +187,7 @@ class Engine(nn.Module):
     def discard_gradients(self) -> None:
         """Forget the gradients of the open window, for example after an interrupted backward pass. On all ranks."""
         self._core.rounds.discard()
+        self._shares.take()
         if self._core.stepper is not None:
             self._core.stepper.discard()
 

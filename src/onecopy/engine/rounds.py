@@ -204,7 +204,7 @@ class Rounds:
             unit, event = self._flying.popleft()
             self._run.finish(self._run.ops(unit, event, "reduce"))
         self.open = self.interrupted = False
-        self.closed = self.passes = 0
+        self.closed = self.passes = self._seen_whole = 0
         self._gathering.release_all()
 
     def next_micro_batch(self) -> None:
@@ -216,7 +216,7 @@ class Rounds:
                 "after every micro-batch, and steps the optimizer at the last one of a window",
                 stacklevel=3,
             )
-        self.closed = self.passes = self._gathering.others.forwards = 0
+        self.closed = self.passes = self._gathering.others.forwards = self._seen_whole = 0
 
     # Details
 

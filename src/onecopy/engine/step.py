@@ -204,6 +204,7 @@ class Stepper:
 
     def discard(self) -> None:
         """Forget the gradients of this window."""
+        self.forget_norms()
         for gradients in self._buffers:
             gradients.drop()
 
