@@ -9,6 +9,7 @@ from __future__ import annotations
 __all__ = [
     "CheckpointError",
     "ConfigError",
+    "DiskError",
     "EngineError",
     "HangError",
     "OneCopyError",
@@ -48,3 +49,14 @@ class ShardedReadError(EngineError):
 
 class CheckpointError(OneCopyError, RuntimeError):
     """A checkpoint cannot be written, is not there, is damaged, or is not one of this model: nothing was loaded."""
+
+
+class DiskError(OneCopyError, RuntimeError):
+    """States cannot be kept on disk as asked: the folder cannot be used, is full or taken, or reading or writing failed.
+
+    ``errno``: the system's number where the system refused (``errno.ENOSPC``, ...), else None.
+    """
+
+    def __init__(self, message: str, errno: int | None = None) -> None:
+        super().__init__(message)
+        self.errno = errno
