@@ -20,19 +20,22 @@ from onecopy.api import (
 from onecopy.engine.deferred import deferred
 from onecopy.engine.engine import Engine
 from onecopy.plan.config import load_config
-from onecopy.plan.plan import Batch, Clip, LossScale, Plan, Precision, Rule, Units
-from onecopy.plan.presets import hsdp, mics, stage
+from onecopy.plan.plan import Batch, Caps, Clip, LossScale, Plan, Precision, Rule, Scratch, StepPolicy, Units
+from onecopy.plan.presets import hsdp, infinity, low_precision, mics, offload, stage
 
 __version__ = "0.1.0"
 
 __all__ = [
     "Batch",
+    "Caps",
     "Clip",
     "Engine",
     "LossScale",
     "Plan",
     "Precision",
     "Rule",
+    "Scratch",
+    "StepPolicy",
     "Units",
     "deferred",
     "errors",
@@ -41,9 +44,12 @@ __all__ = [
     "full_state",
     "gathered",
     "hsdp",
+    "infinity",
     "initialize",
     "load_config",
+    "low_precision",
     "mics",
+    "offload",
     "set_full_grad",
     "set_full_param",
     "set_full_state",

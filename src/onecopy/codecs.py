@@ -372,3 +372,13 @@ def resolve(name: str, nonnegative: bool, seed: int = 0) -> Codec:
 def _unknown(name: str, known: tuple[str, ...]) -> str:
     near = get_close_matches(str(name), known, n=1, cutoff=0.0)[0]
     return f"codec {name!r} is not one of {', '.join(known)}; did you mean {near!r}?"
+
+
+def stored(elements: int, dtype: torch.dtype, coded: Codec | None) -> int:
+    """Bytes that ``elements`` of ``dtype`` rest in."""
+    return elements * dtype.itemsize if coded is None else coded.size(elements)
+
+
+def stride(tile: int, dtype: torch.dtype, coded: Codec | None, align: int) -> int:
+    """Bytes from the start of one tile of ``tile`` elements to that of the next, a multiple of ``align``."""
+    return -(-stored(tile, dtype, coded) // align) * align

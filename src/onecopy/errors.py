@@ -12,6 +12,7 @@ __all__ = [
     "DiskError",
     "EngineError",
     "HangError",
+    "MemoryCapError",
     "OneCopyError",
     "PlanError",
     "RankMismatchError",
@@ -45,6 +46,10 @@ class HangError(EngineError):
 
 class ShardedReadError(EngineError):
     """A sharded parameter was read outside a gather: wrap the read in ``onecopy.gathered(...)``."""
+
+
+class MemoryCapError(EngineError, MemoryError):
+    """A buffer would not fit under the memory cap of its tier: raise the cap or move a state to another tier."""
 
 
 class CheckpointError(OneCopyError, RuntimeError):

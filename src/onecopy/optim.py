@@ -1,8 +1,8 @@
-"""Any elementwise torch optimizer, rebuilt over flat shards, stepped one unit at a time.
+"""Any elementwise torch optimizer, rebuilt over flat shards, stepped one unit or one tile at a time.
 
 The user's optimizer object stays the one that steps, so LR schedulers attached to it keep working; only the tensors in its
-groups are exchanged, each parameter for the part of it that this rank steps. A unit is stepped by showing the optimizer
-just that unit's tensors, which is right for every optimizer whose update of an element depends on nothing but that
+groups are exchanged, each parameter for the parts of it that this rank steps. A tile is stepped by showing the optimizer
+just that tile's tensors, which is right for every optimizer whose update of an element depends on nothing but that
 element's own history; :func:`probe` finds out by trying.
 """
 
@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import inspect
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,8 +21,10 @@ from torch.optim import Optimizer
 
 from onecopy.engine.weights import ParameterHome, Weights
 from onecopy.errors import EngineError, PlanError
+from onecopy.plan.layout import Slot, Tier
+from onecopy.tiers.held import Held, Tile
 
-__all__ = ["Piece", "Tiles", "build", "probe"]
+__all__ = ["Borrowed", "Moments", "Piece", "Tiles", "build", "prefer_fused", "probe"]
 
 Factory = Callable[[list[nn.Parameter]], Optimizer]
 
@@ -80,8 +83,8 @@ def _grads(shapes: Iterable[torch.Tensor], step: int) -> list[torch.Tensor]:
     return [torch.randn(tensor.shape, generator=generator).to(tensor) for tensor in shapes]
 
 
-def probe(optimizer: Optimizer, device: torch.device) -> tuple[str | None, ...]:
-    """Codecs of the optimizer's per-element states (None: the weight's own), found by stepping small tensors.
+def probe(optimizer: Optimizer, device: torch.device) -> tuple[tuple[str, str | None], ...]:
+    """Name and codec (None: the weight's own) of the optimizer's per-element states, found by stepping small tensors.
 
     Two matrices are stepped whole and together, their copies cut flat at odd places and one after the other. Raises
     :class:`PlanError` when the results differ: the optimizer looks at more than one element at a time, or at more than
@@ -110,10 +113,9 @@ def probe(optimizer: Optimizer, device: torch.device) -> tuple[str | None, ...]:
     apart = torch.cat([param.detach() for param in cut])
     if not torch.allclose(together, apart, rtol=1e-5, atol=1e-6):
         raise _not_elementwise(optimizer, "cut tensors get other updates than whole ones")
-    states = one.state[whole[0]].values()
     return tuple(
-        None if value.dtype == whole[0].dtype else str(value.dtype).removeprefix("torch.")
-        for value in states
+        (key, None if value.dtype == whole[0].dtype else str(value.dtype).removeprefix("torch."))
+        for key, value in one.state[whole[0]].items()
         if isinstance(value, torch.Tensor) and value.shape == whole[0].shape
     )
 
@@ -145,73 +147,149 @@ class _showing:
             group["params"] = kept
 
 
+def prefer_fused(optimizer: Optimizer) -> None:
+    """Use torch's fused kernel where its class has one and the caller has not chosen: on the host every other
+    implementation goes over memory several times."""
+    if "fused" not in inspect.signature(type(optimizer).__init__).parameters:
+        return
+    for group in optimizer.param_groups:
+        chosen = group.get("fused") is not None or group.get("foreach") or group.get("differentiable")
+        if not chosen and not group.get("capturable") and not isinstance(group.get("lr"), torch.Tensor):
+            group["fused"] = True
+
+
 # Stepping
 
 
 @dataclass(frozen=True, eq=False)
 class Piece:
-    """The part of one parameter that this rank's optimizer steps: ``param`` is a view of elements ``[start, stop)`` of
-    the tensor its :class:`Weights` is stepped in, from element ``offset`` of the flattened parameter on."""
+    """The part of one parameter that lies in one tile of what this rank steps: elements ``[start, stop)`` of the tile,
+    from element ``offset`` of the flattened parameter on. ``param`` is a view of them, where they are not away for good."""
 
     home: ParameterHome
     group: int
     param: nn.Parameter
+    tile: int
     start: int
     stop: int
     offset: int
 
+    @property
+    def numel(self) -> int:
+        return self.stop - self.start
+
+    def elementwise(self, value: Any) -> bool:
+        """Is ``value`` a state with one element per weight?"""
+        return isinstance(value, torch.Tensor) and value.shape == (self.numel,)
+
+
+@dataclass(frozen=True)
+class Borrowed:
+    """One tile at work: its pieces, its values and its moments, which are there once they are waited for."""
+
+    pieces: list[Piece]
+    values: Tile
+    moments: dict[str, Tile]
+
+
+class Moments:
+    """Per-element optimizer states of one buffer that rest where, or as, the optimizer cannot compute with them.
+
+    ``kept``: by piece, the states that are there; a tile that no piece was stepped in has undefined contents.
+    """
+
+    def __init__(self, held: dict[str, Held]) -> None:
+        self.held = held
+        self.kept: dict[Piece, tuple[str, ...]] = {}
+        self._stored: set[int] = set()
+
+    def lend(self, tile: int) -> dict[str, Tile]:
+        """Every state of ``tile``."""
+        fresh = tile not in self._stored
+        lent = {key: held.lend(tile, fresh) for key, held in self.held.items()}
+        if fresh:
+            for values in lent.values():
+                values.wait().zero_()
+        self._stored.add(tile)
+        return lent
+
+    def lend_kept(self, piece: Piece) -> dict[str, Tile]:
+        """The states that ``piece`` has."""
+        return {key: self.held[key].lend(piece.tile) for key in self.kept.get(piece, ())}
+
+    def keep(self, piece: Piece, state: dict[str, Any], lent: dict[str, Tile]) -> None:
+        """Take the states that are held here out of the optimizer's ``state`` of ``piece`` and into what was lent."""
+        keys = [key for key in self.held if isinstance(state.get(key), torch.Tensor)]
+        for key in keys:
+            values, place = state.pop(key), lent[key].wait()[piece.start : piece.stop]
+            if values.data_ptr() != place.data_ptr():
+                place.copy_(values)
+        self.kept[piece] = tuple(keys)
+
+    def store(self, piece: Piece, state: dict[str, Any]) -> dict[str, Any]:
+        """Keep the states of ``piece`` that are held here; returns the others."""
+        rest = dict(state)
+        lent = self.lend(piece.tile)
+        self.keep(piece, rest, lent)
+        for tile in lent.values():
+            tile.wait()
+            tile.put()
+        return rest
+
 
 class Tiles:
-    """``optimizer`` over the pieces of ``weights``, steppable one unit at a time."""
+    """``optimizer`` over the pieces of ``weights``; ``moments`` holds the states of those whose states rest away."""
 
-    def __init__(self, optimizer: Optimizer, weights: Iterable[Weights]) -> None:
+    def __init__(self, optimizer: Optimizer, weights: Iterable[Weights], moments: dict[Weights, Moments]) -> None:
         self.optimizer = optimizer
         self._groups = len(optimizer.param_groups)
-        self.pieces: dict[Weights, list[Piece]] = {held: [] for held in weights}
+        self.pieces: dict[Weights, list[list[Piece]]] = {
+            held: [[] for _ in range(held.state.grid.count)] for held in weights
+        }
+        self.away = moments
         homes = {
             param: home
             for held in self.pieces
             for param in held.params
             if isinstance(home := param.__dict__.get("_onecopy_home"), ParameterHome)
         }
+        self.of_param: dict[str, list[Piece]] = {}
         for index, group in enumerate(optimizer.param_groups):
             mine = []
             for param in group["params"]:
                 state = optimizer.state.pop(param, {})
                 if param in homes and param.requires_grad:
-                    piece = self._piece(homes[param], index)
-                    if piece is not None:
-                        self.pieces[homes[param].weights].append(piece)
-                        optimizer.state.update({piece.param: _cut_state(state, piece)} if state else {})
+                    cut = list(_cut(homes[param], index))
+                    self.of_param.setdefault(homes[param].name, []).extend(cut)
+                    for piece in cut:
+                        self.pieces[homes[param].weights][piece.tile].append(piece)
+                        if state:
+                            self.store(piece, _cut_state(state, piece))
                         mine.append(piece.param)
             group["params"] = mine
         self._stepping = False
         optimizer.register_step_pre_hook(_only_by_the_engine(weakref.ref(self)))
-        self.of_param = {piece.home.name: piece for pieces in self.pieces.values() for piece in pieces}
 
-    @staticmethod
-    def _piece(home: ParameterHome, group: int) -> Piece | None:
-        low, high = home.weights.stepped()
-        part = home.slot.local(low, high)
-        if part is None:
-            return None
-        start, stop = part[0] - low, part[1] - low
-        view = nn.Parameter(home.weights.target()[start:stop])
-        return Piece(home, group, view, start, stop, part[0] - home.slot.start)
+    # One tile
 
-    def step(self, unit: list[tuple[Weights, torch.Tensor, list[bool]]]) -> None:
-        """Step the pieces of one unit. For each buffer: its gradient over the stepped range in the weight's dtype, and
-        which slots any rank used; a parameter nobody used is left alone, as torch leaves one whose grad is None."""
+    def borrow(self, weights: Weights, tile: int) -> Borrowed:
+        """Start to bring what a step of ``tile`` needs."""
+        away = self.away.get(weights)
+        return Borrowed(self.pieces[weights][tile], weights.state.lend(tile), away.lend(tile) if away is not None else {})
+
+    def step(self, tiles: list[tuple[Borrowed, torch.Tensor, dict[Slot, bool]]]) -> None:
+        """Step ``tiles``, each with its gradient in the weights' dtype and the slots that any rank used; a parameter
+        nobody used is left alone, as torch leaves one whose grad is None. What was borrowed is still to be given back."""
         if len(self.optimizer.param_groups) != self._groups:
             raise EngineError(
                 f"the optimizer has {len(self.optimizer.param_groups)} groups and had {self._groups} when the engine was "
                 "made; close the engine and initialize again with the new groups"
             )
         shown: list[list[nn.Parameter]] = [[] for _ in self.optimizer.param_groups]
-        for weights, gradient, used in unit:
-            place = {slot: at for at, slot in enumerate(weights.spec.layout.slots)}
-            for piece in self.pieces[weights]:
-                if used[place[piece.home.slot]]:
+        for borrowed, gradient, used in tiles:
+            self._attach(borrowed)
+            for piece in borrowed.pieces:
+                if used[piece.home.slot]:
                     piece.param.grad = gradient[piece.start : piece.stop]
                     shown[piece.group].append(piece.param)
         if not any(shown):
@@ -226,6 +304,60 @@ class Tiles:
             for param in params:
                 param.grad = None
 
+    def _attach(self, borrowed: Borrowed) -> None:
+        """Lay the borrowed values under the tensors that the optimizer knows."""
+        values = borrowed.values.wait()
+        for piece in borrowed.pieces:
+            if piece.home.weights.state.plain is None:
+                piece.param.data = values[piece.start : piece.stop]
+            for key in self.away[piece.home.weights].kept.get(piece, ()) if borrowed.moments else ():
+                self.optimizer.state[piece.param][key] = borrowed.moments[key].wait()[piece.start : piece.stop]
+
+    def give_back(self, borrowed: Borrowed) -> None:
+        """The borrowed values and states go back to where they rest."""
+        for piece in borrowed.pieces:
+            state = self.optimizer.state.get(piece.param)
+            if borrowed.moments and state:
+                self.away[piece.home.weights].keep(piece, state, borrowed.moments)
+            if piece.home.weights.state.plain is None:
+                piece.param.data = piece.param.data.new_empty(0)
+        borrowed.values.put()
+        for lent in borrowed.moments.values():
+            lent.wait()
+            lent.put()
+
+    # States
+
+    @contextmanager
+    def states(self, piece: Piece, write: bool = False) -> Iterator[dict[str, Any]]:
+        """The optimizer's states of ``piece``; ``write``: changes of those with a number per element are kept."""
+        state = dict(self.optimizer.state.get(piece.param, {}))
+        away = self.away.get(piece.home.weights)
+        lent = away.lend_kept(piece) if away is not None else {}
+        try:
+            yield {**state, **{key: tile.wait()[piece.start : piece.stop] for key, tile in lent.items()}}
+        finally:
+            for tile in lent.values():
+                tile.put() if write else tile.drop()
+
+    def held_away(self, piece: Piece) -> dict[str, Held]:
+        """The states that ``piece`` has where the optimizer cannot compute with them."""
+        away = self.away.get(piece.home.weights)
+        return {key: away.held[key] for key in away.kept.get(piece, ())} if away is not None else {}
+
+    def keeps_away(self, piece: Piece) -> bool:
+        """Do the states of ``piece`` rest where the optimizer cannot compute with them?"""
+        return piece.home.weights in self.away
+
+    def store(self, piece: Piece, state: dict[str, Any]) -> None:
+        """Make ``state`` that of ``piece``, in place of what it had; an empty one: it was never stepped."""
+        self.optimizer.state.pop(piece.param, None)
+        away = self.away.get(piece.home.weights)
+        if away is not None:
+            state = away.store(piece, state)
+        if state:
+            self.optimizer.state[piece.param] = state
+
     @property
     def stepping(self) -> bool:
         """Is the engine stepping the optimizer just now?"""
@@ -238,14 +370,18 @@ class Tiles:
             for group in self.optimizer.param_groups
         ]
 
-    def moments(self) -> int:
-        """Bytes of the states that have one element per weight."""
-        total = 0
-        for param, state in self.optimizer.state.items():
-            for value in state.values():
-                if isinstance(value, torch.Tensor) and value.shape == param.shape:
-                    total += value.numel() * value.element_size()
-        return total
+    def moments(self) -> dict[Tier, int]:
+        """Bytes by tier of the states that have one element per weight and are the optimizer's own."""
+        totals: dict[Tier, int] = {}
+        for weights, tiles in self.pieces.items():
+            if weights in self.away:
+                continue
+            tier = weights.spec.row.moment.tier
+            for piece in (piece for tile in tiles for piece in tile):
+                for value in self.optimizer.state.get(piece.param, {}).values():
+                    if piece.elementwise(value):
+                        totals[tier] = totals.get(tier, 0) + value.numel() * value.element_size()
+        return totals
 
 
 def _only_by_the_engine(tiles: weakref.ref[Tiles]) -> Callable[..., None]:
@@ -259,13 +395,30 @@ def _only_by_the_engine(tiles: weakref.ref[Tiles]) -> Callable[..., None]:
     return refuse
 
 
+def _cut(home: ParameterHome, group: int) -> Iterator[Piece]:
+    """The pieces of one parameter."""
+    low, high = home.weights.stepped()
+    part, state = home.slot.local(low, high), home.weights.state
+    if part is None:
+        return
+    for tile in state.grid.meets(part[0] - low, part[1] - low):
+        first, last = state.grid.bounds(tile)
+        start, stop = max(part[0] - low, first), min(part[1] - low, last)
+        away = torch.empty(0, dtype=state.dtype, device=state.device)
+        values = state.plain[start:stop] if state.plain is not None else away
+        yield Piece(home, group, nn.Parameter(values), tile, start - first, stop - first, start + low - home.slot.start)
+
+
 def _cut_state(state: dict[str, Any], piece: Piece) -> dict[str, Any]:
     """State that an optimizer made for a whole parameter, cut to the piece that this rank steps."""
-    shape, stop = piece.home.shape, piece.offset + piece.stop - piece.start
-    return {
-        key: value.reshape(-1)[piece.offset : stop].clone()
-        # Of a parameter without dimensions, torch's step counter has the shape too.
-        if isinstance(value, torch.Tensor) and value.shape == shape and key != "step"
-        else value
-        for key, value in state.items()
-    }
+    return {key: _cut_value(key, value, piece) for key, value in state.items()}
+
+
+def _cut_value(key: str, value: Any, piece: Piece) -> Any:
+    if not isinstance(value, torch.Tensor):
+        return value
+    # Of a parameter without dimensions, torch's step counter has the shape too.
+    if value.shape == piece.home.shape and key != "step":
+        part = value.reshape(-1)[piece.offset : piece.offset + piece.numel]
+        return part.to(piece.param.device, copy=True)
+    return value.clone()

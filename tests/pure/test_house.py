@@ -22,7 +22,7 @@ ALL_PYTHON = sorted(p for top in ("src", "tests", "benchmarks", "examples") for 
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
     "plan": set(),
-    "schedule": {"plan"},
+    "schedule": {"plan", "codecs"},
     "codecs": {"plan"},
     "tiers": {"plan", "schedule", "codecs"},
     "comm": {"plan", "schedule", "codecs"},

@@ -14,6 +14,7 @@ from onecopy.plan.check import check, legal_triple
 from onecopy.plan.layout import WITHIN, WORLD, Layout, ParamFact, UnitFact
 from onecopy.plan.plan import (
     Batch,
+    Caps,
     Clip,
     LossScale,
     Plan,
@@ -21,13 +22,14 @@ from onecopy.plan.plan import (
     Recipe,
     Row,
     Rule,
+    Scratch,
     State,
     StepPolicy,
     Units,
     Wire,
     difference,
 )
-from onecopy.plan.presets import hsdp, mics, stage
+from onecopy.plan.presets import hsdp, low_precision, mics, offload, stage
 
 pytestmark = pytest.mark.pure
 
@@ -151,6 +153,11 @@ def with_row(
     return Plan(rules=(Rule("*", Row(State(parameter, held), State(gradient, gradient), optimizer)),))
 
 
+def with_moments(moments: Layout) -> Plan:
+    row = stage(0).rules[0].row
+    return Plan(rules=(Rule("*", dataclasses.replace(row, moments=moments)),))
+
+
 @pytest.mark.parametrize(
     ("plan", "said"),
     [
@@ -158,10 +165,20 @@ def with_row(
         (with_row(gradient=CUT), "gradient over the ranks of a group, optimizer over nobody"),
         (with_row(held=CUT, gradient=CUT, optimizer=CUT), "held more finely"),
         (with_row(optimizer=Layout(shards=("across",))), "is cut over"),
-        (with_row(optimizer=Layout(tier="host")), "tier"),
-        (with_row(optimizer=Layout(tier="disk")), "tier"),
+        (with_row(optimizer=Layout(tier="hots")), "'hots'; tiers are 'device', 'host' and 'disk'"),  # type: ignore[arg-type]
+        (with_row(optimizer=Layout(tier="disk")), r"names no folder for it; give scratch=onecopy.Scratch\(folder\)"),
         (with_row(optimizer=Layout(grain="row")), "grain"),
-        (stage(2, step=StepPolicy(on="host")), "steps on 'device'"),
+        (offload(stage(2), "host", "host"), "parameter '.*' rests on tier 'host' and is not sharded"),
+        (with_row(gradient=Layout(tier="host")), "gradient of '.*' is on tier 'host' and is not sharded"),
+        (with_row(gradient=Layout(CUT.shards, "disk"), optimizer=CUT), "it goes as far as 'host'"),
+        (with_moments(Layout(tier="host")), "master of '.*' is on 'device' and its moments are on 'host'"),
+        (with_moments(CUT), "moments of '.*' are cut over"),
+        (low_precision(stage(1), "int7"), "has codec 'int7'; did you mean 'int"),
+        (offload(low_precision(stage(2), "int8", "bfloat16_sr")), "it is stepped where that rests"),
+        (stage(2, step=StepPolicy(ratio=1.5)), "step ratio is 1.5; it must be"),
+        (stage(2, step=StepPolicy(tile=0)), "step tile is 0; it must be"),
+        (stage(2, scratch=Scratch("/tmp", staging=0)), "scratch staging is 0"),
+        (stage(2, caps=Caps(host=-1)), "cap of host memory in bytes is -1"),
     ],
 )
 def test_layouts_that_cannot_be(plan: Plan, said: str) -> None:

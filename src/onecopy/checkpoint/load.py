@@ -29,6 +29,7 @@ from onecopy.engine.weights import Weights
 from onecopy.errors import CheckpointError
 from onecopy.optim import Piece
 from onecopy.plan.layout import Slot
+from onecopy.tiers.held import Held
 
 if TYPE_CHECKING:
     from onecopy.engine.build import Core
@@ -108,6 +109,16 @@ class Wanted:
     strict: bool
 
 
+@dataclass(frozen=True)
+class _Target:
+    """Elements ``[low, high)`` of a flat buffer are read to ``into``, from its element ``first`` on."""
+
+    low: int
+    high: int
+    into: Tensor | Held
+    first: int
+
+
 class Loading:
     """One load on one rank. Making it checks everything that can be checked before anything is changed.
 
@@ -139,14 +150,13 @@ class Loading:
         for weights in self._buffers():
             for slot in self._slots(weights):
                 record = self.match.parameters[slot.param.name]
-                for base, tensor in self._targets(weights):
-                    part = slot.local(base, base + tensor.numel())
+                for target in self._targets(weights):
+                    part = slot.local(target.low, target.high)
                     if part is not None:
                         self._check_range(record, "weight", record.weight, part[0] - slot.start, part[1] - slot.start)
-                piece = self._piece(slot)
-                if piece is not None:
+                for piece in self._pieces(slot):
                     for key, state in record.moments.items():
-                        self._check_range(record, key, state, piece.offset, piece.offset + piece.param.numel())
+                        self._check_range(record, key, state, piece.offset, piece.offset + piece.numel)
         for stored in self.match.buffers.values():
             self.reader.check(stored, stored.shape, stored.dtype)
 
@@ -167,20 +177,21 @@ class Loading:
         """The parameters of a buffer that the checkpoint has."""
         return [slot for slot in weights.spec.layout.slots if slot.param.name in self.match.parameters]
 
-    def _targets(self, weights: Weights) -> list[tuple[int, Tensor]]:
-        """The tensors to read into, each with the element of the flat buffer it begins at: master weights, and what
-        rests in memory of the parameter outside them (inside it is rounded from them)."""
-        first, rests = (weights.piece * weights.spec.layout.shard, weights.shard) if weights.cut else (0, weights.full)
-        if weights.master is None:
-            return [(first, rests)]
+    def _targets(self, weights: Weights) -> list[_Target]:
+        """What to read into: what is stepped, and what rests in memory of the parameter outside it (inside it is rounded
+        from it)."""
         low, high = weights.stepped()
-        return [(low, weights.master), (first, rests[: max(low - first, 0)]), (high, rests[high - first :])]
+        targets = [_Target(low, high, weights.state, 0)]
+        if not weights.away and (low, high) != (0, weights.full.numel()):
+            full = weights.full
+            targets += [_Target(a, b, full, a) for a, b in ((0, low), (high, full.numel())) if a < b]
+        return targets
 
-    def _piece(self, slot: Slot) -> Piece | None:
+    def _pieces(self, slot: Slot) -> list[Piece]:
         """What this rank steps of the parameter, when its optimizer states are to be loaded."""
         if not self.optimizer_states or self.core.tiles is None or slot.param.name not in self.match.stepped:
-            return None
-        return self.core.tiles.of_param.get(slot.param.name)
+            return []
+        return self.core.tiles.of_param.get(slot.param.name, [])
 
     # Reading
 
@@ -192,8 +203,7 @@ class Loading:
                 weights.notice_writes()  # or the next step would take what somebody wrote before for newer than this
                 for slot in self._slots(weights):
                     self._read_weight(weights, slot)
-                    piece = self._piece(slot)
-                    if piece is not None:
+                    for piece in self._pieces(slot):
                         self._read_moments(piece, self.match.parameters[slot.param.name])
                 weights.encode()
             for name, buffer in persistent_buffers(self.engine.module).items():
@@ -204,10 +214,17 @@ class Loading:
 
     def _read_weight(self, weights: Weights, slot: Slot) -> None:
         state = self.match.parameters[slot.param.name].weight
-        for base, tensor in self._targets(weights):
-            part = slot.local(base, base + tensor.numel())
-            if part is not None:
-                self._fill(tensor[part[0] - base : part[1] - base], state, part[0] - slot.start)
+        for target in self._targets(weights):
+            part = slot.local(target.low, target.high)
+            if part is None:
+                continue
+            start, stop = part[0] - target.low + target.first, part[1] - target.low + target.first
+            if isinstance(target.into, Tensor):
+                self._fill(target.into[start:stop], state, part[0] - slot.start)
+                continue
+            for span, low, high in state.covering(part[0] - slot.start, part[1] - slot.start):
+                at = start + low - (part[0] - slot.start)
+                target.into.write(at, at + high - low, self.reader.read(span, low, high))
 
     def _fill(self, out: Tensor, state: State, start: int) -> None:
         """``out`` becomes elements ``[start, start + out.numel())`` of ``state``."""
@@ -217,21 +234,21 @@ class Loading:
     def _read_moments(self, piece: Piece, record: Parameter) -> None:
         """Make the optimizer's state of ``piece`` what it was; one that was never stepped has none."""
         assert self.core.tiles is not None
-        states, param = self.core.tiles.optimizer.state, piece.param
-        former, fresh = states.pop(param, {}), {}
-        for key, value in record.scalars.items():
-            fresh[key] = self._scalar(key, decode(value), piece)
+        tiles = self.core.tiles
+        fresh = {key: self._scalar(key, decode(value), piece) for key, value in record.scalars.items()}
+        weight = piece.home.weights.state
+        with tiles.states(piece) as former:
+            kept = {key: value for key, value in former.items() if piece.elementwise(value)}
         for key, state in record.moments.items():
             saved = getattr(torch, state.dtype)
             # A moment in the weights' own dtype follows them into another precision.
-            dtype = param.dtype if state.dtype == record.weight.dtype else saved
-            held = former.get(key)
-            if not isinstance(held, Tensor) or held.shape != param.shape or held.dtype != dtype:
-                held = torch.empty(param.shape, dtype=dtype, device=param.device)
+            dtype = weight.dtype if state.dtype == record.weight.dtype else saved
+            held = kept.get(key)
+            if held is None or held.dtype != dtype or tiles.keeps_away(piece):
+                held = torch.empty(piece.numel, dtype=dtype, device=weight.device)
             self._fill(held, state, piece.offset)
             fresh[key] = held
-        if fresh:
-            states[param] = fresh
+        tiles.store(piece, fresh)
 
     def _scalar(self, key: str, value: Any, piece: Piece) -> Any:
         """torch keeps the step count on the host unless the kernel reads it; other numbers are with the weights."""

@@ -64,7 +64,7 @@ def groups_here(engine: Engine) -> list[list[str]]:
     if tiles is None:
         return []
     group_of: dict[str, int] = {}
-    for theirs in tell({name: piece.group for name, piece in tiles.of_param.items()}):
+    for theirs in tell({name: pieces[0].group for name, pieces in tiles.of_param.items() if pieces}):
         group_of.update(theirs)
     order = [names[0] for names in engine._core.names.values()]
     return [[name for name in order if group_of.get(name) == at] for at in range(len(tiles.optimizer.param_groups))]

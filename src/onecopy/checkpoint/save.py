@@ -37,10 +37,11 @@ from onecopy.checkpoint.format import (
 )
 from onecopy.checkpoint.modules import extra_modules, persistent_buffers
 from onecopy.checkpoint.store import Draft, check_tag
-from onecopy.checkpoint.tensors import file_bytes, write_tensors
+from onecopy.checkpoint.tensors import Later, file_bytes, part_of, write_tensors
 from onecopy.comm import meeting
 from onecopy.engine.weights import Weights
 from onecopy.errors import CheckpointError
+from onecopy.optim import Piece, Tiles
 
 if TYPE_CHECKING:
     from onecopy.engine.build import Core
@@ -71,7 +72,7 @@ class Prepared:
     groups: list[dict[str, Any]]
     scheduler: SchedulerRecord | None
     extra: dict[str, Any] = field(default_factory=dict)
-    tensors: list[tuple[str, Tensor]] = field(default_factory=list)
+    tensors: list[tuple[str, Tensor | Later]] = field(default_factory=list)
     buffers: dict[str, Stored] = field(default_factory=dict)
     share: Share = field(default_factory=Share)
 
@@ -184,37 +185,47 @@ def _owned(core: Core, weights: Weights) -> tuple[int, int]:
 def _add_weights(prepared: Prepared, core: Core, weights: Weights) -> None:
     """The parameters of one buffer, and the optimizer's states of them."""
     low, high = _owned(core, weights)
-    source, base = weights.target(), weights.stepped()[0]
+    base = weights.stepped()[0]
     for slot in weights.spec.layout.slots:
         part = slot.local(low, high)
         if part is not None:
-            values = source[part[0] - base : part[1] - base]
+            values = part_of(weights.state, part[0] - base, part[1] - base)
             _add(prepared, slot.param.name, "weight", values, part[0] - slot.start)
     if core.tiles is None:
         return
-    for piece in core.tiles.pieces.get(weights, []):
-        name = piece.home.name
-        prepared.share.groups[name] = piece.group
-        part = piece.home.slot.local(low, high)
-        start, stop = (part[0] - piece.home.slot.start, part[1] - piece.home.slot.start) if part else (0, 0)
-        scalars: dict[str, Any] = {}
-        for key, value in core.tiles.optimizer.state.get(piece.param, {}).items():
-            if isinstance(value, Tensor) and value.shape == piece.param.shape:
-                if part is not None:
-                    values = value[start - piece.offset : stop - piece.offset]
-                    _add(prepared, name, _MOMENT + key, values, start)
-            elif isinstance(value, Tensor) and value.numel() != 1:
-                raise CheckpointError(
-                    f"optimizer state {key!r} of {name!r} has shape {tuple(value.shape)} for {piece.param.numel()} "
-                    "elements; a checkpoint holds one number per element, or one for all"
-                )
-            else:
-                scalars[key] = encode(value, f"optimizer state {key!r} of {name!r}")
-        if scalars:
-            prepared.share.scalars[name] = scalars
+    for tile in core.tiles.pieces.get(weights, []):
+        for piece in tile:
+            _add_states(prepared, piece, core.tiles, (low, high))
 
 
-def _add(prepared: Prepared, name: str, state: str, values: Tensor, start: int) -> None:
+def _add_states(prepared: Prepared, piece: Piece, tiles: Tiles, owned: tuple[int, int]) -> None:
+    """The optimizer's states of one piece, of the elements ``owned`` of the flat buffer."""
+    name, slot = piece.home.name, piece.home.slot
+    prepared.share.groups[name] = piece.group
+    first = slot.start + piece.offset
+    start, stop = max(first, owned[0]), min(first + piece.numel, owned[1])
+    scalars: dict[str, Any] = {}
+    for key, value in tiles.optimizer.state.get(piece.param, {}).items():
+        if piece.elementwise(value):
+            if start < stop:
+                _add(prepared, name, _MOMENT + key, value[start - first : stop - first], start - slot.start)
+        elif isinstance(value, Tensor) and value.numel() != 1:
+            raise CheckpointError(
+                f"optimizer state {key!r} of {name!r} has shape {tuple(value.shape)} for {piece.numel} elements; a "
+                "checkpoint holds one number per element, or one for all"
+            )
+        else:
+            scalars[key] = encode(value, f"optimizer state {key!r} of {name!r}")
+    for key, held in tiles.held_away(piece).items():
+        if start < stop:
+            at = held.grid.bounds(piece.tile)[0] + piece.start
+            values = part_of(held, at + start - first, at + stop - first)
+            _add(prepared, name, _MOMENT + key, values, start - slot.start)
+    if scalars:
+        prepared.share.scalars[name] = scalars
+
+
+def _add(prepared: Prepared, name: str, state: str, values: Tensor | Later, start: int) -> None:
     stop = start + values.numel()
     prepared.tensors.append((_key(name, state, start), values))
     prepared.share.rows.append((name, state, dtype_name(values.dtype), start, stop))

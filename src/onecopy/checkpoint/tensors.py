@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
@@ -18,8 +19,9 @@ from torch import Tensor
 
 from onecopy.checkpoint.format import Span, Stored, dtype_name
 from onecopy.errors import CheckpointError
+from onecopy.tiers.held import Held
 
-__all__ = ["Reader", "file_bytes", "sync_folder", "write_durably", "write_tensors"]
+__all__ = ["Later", "Reader", "file_bytes", "part_of", "sync_folder", "write_durably", "write_tensors"]
 
 _CODES = {
     "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "complex64": "C64",
@@ -31,7 +33,43 @@ _CODES = {
 _MAPPED = 64 << 20  # bytes
 
 
-def _layout(tensors: Sequence[tuple[str, Tensor]]) -> tuple[bytes, list[Tensor]]:
+@dataclass(frozen=True)
+class Later:
+    """Elements ``[low, high)`` of a state that is not in memory as it is written: read when it is their turn."""
+
+    held: Held
+    low: int
+    high: int
+
+    @property
+    def shape(self) -> tuple[int]:
+        return (self.numel(),)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.held.dtype
+
+    def numel(self) -> int:
+        return self.high - self.low
+
+    def element_size(self) -> int:
+        return self.held.dtype.itemsize
+
+    def parts(self) -> Iterator[Tensor]:
+        """The values, tile by tile."""
+        for tile in self.held.grid.meets(self.low, self.high):
+            start, stop = self.held.grid.bounds(tile)
+            lent = self.held.lend(tile)
+            yield lent.wait()[max(self.low, start) - start : min(self.high, stop) - start]
+            lent.drop()
+
+
+def part_of(held: Held, low: int, high: int) -> Tensor | Later:
+    """Elements ``[low, high)`` of a state, to be written."""
+    return held.plain[low:high] if held.plain is not None else Later(held, low, high)
+
+
+def _layout(tensors: Sequence[tuple[str, Tensor | Later]]) -> tuple[bytes, list[Tensor | Later]]:
     """The file's header, and the tensors in the order of their bytes: wide elements first, so that each is aligned."""
     header, order, at = {}, [], 0
     for key, tensor in sorted(tensors, key=lambda item: -item[1].element_size()):
@@ -47,7 +85,7 @@ def _layout(tensors: Sequence[tuple[str, Tensor]]) -> tuple[bytes, list[Tensor]]
     return len(text).to_bytes(8, "little") + text, order
 
 
-def file_bytes(tensors: Sequence[tuple[str, Tensor]]) -> int:
+def file_bytes(tensors: Sequence[tuple[str, Tensor | Later]]) -> int:
     """Size of the file that :func:`write_tensors` makes of ``tensors``.
 
     Raises :class:`CheckpointError` for a dtype that safetensors does not know.
@@ -56,7 +94,7 @@ def file_bytes(tensors: Sequence[tuple[str, Tensor]]) -> int:
     return len(header) + sum(tensor.numel() * tensor.element_size() for tensor in order)
 
 
-def write_tensors(path: Path, tensors: Sequence[tuple[str, Tensor]]) -> int:
+def write_tensors(path: Path, tensors: Sequence[tuple[str, Tensor | Later]]) -> int:
     """Write ``tensors`` as a safetensors file and make it durable; returns its bytes.
 
     Holds at most one of them beside what is there: a copy on the host where it is on an accelerator or has holes.
@@ -65,8 +103,9 @@ def write_tensors(path: Path, tensors: Sequence[tuple[str, Tensor]]) -> int:
     with open(path, "wb") as file:
         file.write(header)
         for tensor in order:
-            if tensor.numel():
-                file.write(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+            for part in tensor.parts() if isinstance(tensor, Later) else [tensor]:
+                if part.numel():
+                    file.write(part.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
         _sync(file)
         return file.tell()
 

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from onecopy.comm.watch import waiting
 
-__all__ = ["OVER_WIRE", "Edge", "Exchange", "Message", "Native", "Pending", "edge_for", "sum_into"]
+__all__ = ["OVER_WIRE", "Edge", "Exchange", "Message", "Native", "Pending", "edge_for", "land", "sum_into"]
 
 _ALL_REDUCES = {
     "norms": "the norms of the gradients",
@@ -122,15 +122,13 @@ class Native:
         index, count = self._group.rank(), self._group.size()
         self._sent(message.kind, full.numel() // count * (count - 1), full.dtype)
         own = full.view(count, -1)[index]
-        direct = not add and out.dtype == full.dtype
+        direct = not add and out.dtype == full.dtype and out.device == full.device
         target = out if direct else own
         work = _reduce_scatter(target, full, group=self._group, async_op=True)
 
         def finish() -> None:
-            if add:
-                out.add_(own)
-            elif not direct:
-                out.copy_(own)
+            if not direct:
+                land(out, own, add)
 
         return Pending([work], message, finish, keep=(full, out))
 
@@ -196,6 +194,14 @@ class Exchange:
                 pieces[peer].copy_(piece)
 
         return Pending(works, message, finish, keep=(pieces, sent, arrived))
+
+
+def land(out: torch.Tensor, value: torch.Tensor, add: bool) -> None:
+    """``out (+)= value``, wherever the two are."""
+    if not add:
+        out.copy_(value)
+    else:
+        out.add_(value if value.device == out.device else value.to(out.device))
 
 
 def sum_into(out: torch.Tensor, terms: list[torch.Tensor], add: bool) -> None:

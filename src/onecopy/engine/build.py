@@ -31,13 +31,16 @@ from onecopy.engine.step import Stepper
 from onecopy.engine.unit import UnitModules, find_units, named_parameters
 from onecopy.engine.weights import Source, Weights
 from onecopy.errors import PlanError, RankMismatchError
-from onecopy.optim import Factory, Tiles, build, probe
+from onecopy.optim import Factory, Moments, Tiles, build, prefer_fused, probe
 from onecopy.plan.check import check
 from onecopy.plan.layout import UnitFact, itemsize
 from onecopy.plan.plan import Plan, difference
 from onecopy.recipes import build_optimizer, build_scheduler
 from onecopy.schedule.lower import Buffer, Facts, Schedule, lower
-from onecopy.tiers.memory import DeviceMemory, give_back_freed_memory, keep_freed_memory
+from onecopy.schedule.predict import check_caps, moment_codecs, predict, scratch_bytes, uses_disk
+from onecopy.tiers.disk import Disk
+from onecopy.tiers.memory import give_back_freed_memory, keep_freed_memory
+from onecopy.tiers.tiers import Tiers
 
 __all__ = ["Core", "build_core", "default_device"]
 
@@ -54,7 +57,7 @@ class Core:
     plan: Plan
     schedule: Schedule
     ranks: Ranks
-    memory: DeviceMemory
+    tiers: Tiers
     ledger: Ledger
     run: Run
     gathering: Gathering
@@ -100,22 +103,28 @@ def build_core(
     meeting.all_or_none(lambda: _refuse_renorm(model))
     _agree(plan, facts, world)
     made = meeting.all_or_none(lambda: _make_optimizer(model, plan, optimizer, facts))
+    if made is not None and _off_device(plan):
+        prefer_fused(made)
     _same_everywhere({"optimizer": _describe_optimizer(made)}, world)
     facts = facts if made is not None else tuple(_forward_only(unit) for unit in facts)
-    moments: tuple[str | None, ...] = meeting.all_or_none(lambda: probe(made, device) if made is not None else ())
+    steps_on = torch.device("cpu") if _off_device(plan) else device
+    moments = meeting.all_or_none(lambda: probe(made, steps_on) if made is not None else ())
     mesh = plan.mesh(world)
     ranks = form_groups(mesh, device)
-    memory, ledger = DeviceMemory(device), Ledger()
+    ledger = Ledger()
     across = edge_for(ranks.across, ledger.sent)
     schedule, edges = _make_edges(lower(plan, Facts(facts, mesh, moments)), ranks, ledger)
-    memory.count("exchange buffer", schedule.facts.exchange)
+    number = _engine_number()
+    tiers = meeting.all_or_none(lambda: _make_tiers(schedule, device, ranks, number))
 
     if device.type == "cpu":
         keep_freed_memory(False)  # an earlier engine may have said otherwise
     if _everywhere_meta(names):
         materialise_meta(model, device, names)
-    number = _engine_number()
-    runs = _make_units(schedule, units, names, ranks.piece, edges, memory, number)
+    runs = _make_units(schedule, units, names, ranks.piece, edges, tiers, number)
+    away = _hold_moments(runs, schedule, tiers)
+    if tiers.disk is not None:
+        meeting.all_or_none(tiers.disk.open)
     run = Run(schedule, runs, across, edges.shelf)
     gathering = Gathering(run, Others(number, ledger))
     with run.writing():
@@ -129,10 +138,10 @@ def build_core(
 
     tiles = stepper = ticker = None
     if made is not None:
-        tiles = Tiles(made, [weights for unit in runs for weights in unit.weights if weights.spec.trainable])
-        stepper = Stepper(run, tiles, ranks, edge_for(control(use=1), ledger.sent), memory, plan.clip)
+        tiles = Tiles(made, [weights for unit in runs for weights in unit.weights if weights.spec.trainable], away)
+        stepper = Stepper(run, tiles, ranks, edge_for(control(use=1), ledger.sent), tiers, plan.clip)
         ticker = _make_scheduler(made, scheduler, plan)
-    core = Core(plan, schedule, ranks, memory, ledger, run, gathering, rounds, hooks, made, ticker, tiles, stepper, names)
+    core = Core(plan, schedule, ranks, tiers, ledger, run, gathering, rounds, hooks, made, ticker, tiles, stepper, names)
     for unit in runs:
         for weights in unit.weights:
             weights.core = weakref.ref(core)
@@ -255,6 +264,43 @@ def _make_scheduler(optimizer: Optimizer, scheduler: LRScheduler | SchedulerFact
 # Construction
 
 
+def _off_device(plan: Plan) -> bool:
+    """Does the optimizer run on the host, of some parameters at least?"""
+    return any(rule.row.optimizer.tier != "device" for rule in plan.rules)
+
+
+def _make_tiers(schedule: Schedule, device: torch.device, ranks: Ranks, engine: int) -> Tiers:
+    """The memory of this engine, after asking whether its caps can hold."""
+    plan, scratch = schedule.plan, schedule.plan.scratch
+    check_caps(predict(schedule, ranks.piece), plan)
+    disk = None
+    if scratch is not None and uses_disk(schedule):
+        options = {"staging": scratch.staging, "threads": scratch.threads, "block": scratch.block}
+        disk = Disk(scratch.folder, f"engine{engine}", ranks.rank, **options)
+    tiers = Tiers(device, plan.caps, disk)
+    tiers.device.count("exchange buffer", schedule.facts.exchange)
+    if disk is not None:
+        tiers.host.count("staging", scratch_bytes(schedule))
+    return tiers
+
+
+def _hold_moments(runs: list[UnitRun], schedule: Schedule, tiers: Tiers) -> dict[Weights, Moments]:
+    """Room for the optimizer's states that rest where it cannot compute with them."""
+    held: dict[Weights, Moments] = {}
+    for weights in (weights for unit in runs for weights in unit.weights):
+        spec = weights.spec
+        if not (spec.trainable and spec.moments_away):
+            continue
+        layout = spec.row.moment
+        held[weights] = Moments(
+            {
+                name: tiers.hold("moments", name, layout.tier, spec.grid(), getattr(torch, own or spec.weight), codec)
+                for name, own, codec in moment_codecs(schedule.facts.moments, layout, spec.name)
+            }
+        )
+    return held
+
+
 @dataclass(frozen=True)
 class Edges:
     """How buffers move inside a group: ``gather`` also spreads what was stepped; a ``shelf``, where there is one, has
@@ -296,7 +342,7 @@ def _shared_edges(schedule: Schedule, ranks: Ranks, ledger: Ledger) -> tuple[Edg
         return None
     assert ranks.gather is not None and ranks.reduce is not None
     units, peers = schedule.plan.units, ranks.mesh.within - 1
-    shelved = tuple(buffer for buffer in schedule.buffers if buffer.parameter_cut)
+    shelved = tuple(buffer for buffer in schedule.buffers if _on_shelf(buffer))
     shelf = open_shelf(ranks.gather, ledger.sent, [(b.layout.shard, getattr(torch, b.dtype)) for b in shelved])
     if shelf is None:
         return None
@@ -323,6 +369,11 @@ def _shared_edges(schedule: Schedule, ranks: Ranks, ledger: Ledger) -> tuple[Edg
     return Edges(gather, reduce, shelf if shelved else None, shelved), size
 
 
+def _on_shelf(buffer: Buffer) -> bool:
+    """Does the parameter rest in memory, cut, where the other ranks may read it?"""
+    return buffer.cut(buffer.row.parameter.rest) and buffer.row.parameter.rest.tier != "disk"
+
+
 def _engine_number() -> int:
     """A number that no other engine of these ranks has: rank 0's, as a process may have made engines alone before."""
     return meeting.from_rank0(lambda: next(_ENGINES))
@@ -334,7 +385,7 @@ def _make_units(
     names: dict[nn.Parameter, list[str]],
     piece: int,
     edges: Edges,
-    memory: DeviceMemory,
+    tiers: Tiers,
     engine: int,
 ) -> list[UnitRun]:
     by_name = {known[0]: param for param, known in names.items()}
@@ -345,18 +396,18 @@ def _make_units(
         for buffer in schedule.of(unit.name):
             params = [by_name[slot.param.name] for slot in buffer.layout.slots]
             index = place[buffer]
-            moves = "gather" if buffer.cut(buffer.row.parameter.rest) else "spread"
+            moves = "gather" if buffer.parameter_away else "spread"
             message = Message(moves, engine, index, unit.name)
-            run.weights.append(Weights(buffer, params, piece, edges.source(buffer, message), memory))
+            run.weights.append(Weights(buffer, params, piece, edges.source(buffer, message), tiers))
             if buffer.trainable:
                 messages = (
                     Message("reduce", engine, index, unit.name),
                     Message("spread", engine, index, unit.name, second=True),
                 )
-                run.gradients.append(Gradients(buffer, piece, edges.reduce, memory, messages))
+                run.gradients.append(Gradients(buffer, piece, edges.reduce, tiers, messages))
         run.trainable = sum(len(gradients.marks.used) for gradients in run.gradients)
         run.expected_uses = len(run.entries)
-        run.waits_for_input = any(not weights.spec.trainable and weights.cut for weights in run.weights)
+        run.waits_for_input = any(not weights.spec.trainable and weights.away for weights in run.weights)
         runs.append(run)
     return runs
 

@@ -204,6 +204,7 @@ class Engine(nn.Module):
         for unit in core.run.units:
             for weights in unit.weights:
                 weights.detach()
+        core.tiers.close()
 
     def __getstate__(self) -> Any:
         raise EngineError(
@@ -264,7 +265,7 @@ class Engine(nn.Module):
                         "the engine and initialize again to train it"
                     )
         self._refuse_strangers()
-        gradient = core.memory.live["gradient"]
+        gradient = {memory.tier: memory.live["gradient"] for memory in core.tiers.all}
         # Gradients are too large by the loss scale, and too small where ranks had no data.
         scale = self._scaler.scale / self._shares.take()
         state = [core.tiles.options() if core.tiles is not None else [], written]
@@ -291,7 +292,8 @@ class Engine(nn.Module):
         core.rounds.turns.learn(core.ranks)
         self._measured = self._measure(gradient)
         core.ledger.close_step()
-        core.memory.reset_peak()
+        for memory in core.tiers.all:
+            memory.reset_peak()
         return verdict.finite
 
     # Whole values, and checkpoints
@@ -365,16 +367,20 @@ class Engine(nn.Module):
 
     def measured(self) -> dict[str, Any]:
         """The same of the last complete window, as it was; before the first one, as it is now."""
-        return self._measured or self._measure(self._core.memory.live["gradient"])
+        return self._measured or self._measure({memory.tier: memory.live["gradient"] for memory in self._core.tiers.all})
 
-    def _measure(self, gradient: int) -> dict[str, Any]:
-        memory, ledger = self._core.memory, self._core.ledger
-        live = {kind: memory.live[kind] for kind in _RESIDENT} | {"gradient": gradient}
-        peak = {"total": memory.peak_total, **{kind: size for kind, size in memory.peak.items() if size}}
+    def _measure(self, gradient: dict[str, int]) -> dict[str, Any]:
+        ledger, resident, peak = self._core.ledger, {}, {}
+        for memory in self._core.tiers.all:
+            kinds = {kind: memory.live[kind] for kind in _RESIDENT} | {"gradient": gradient[memory.tier]}
+            if memory.tier == "device" or any(kinds.values()):
+                resident[memory.tier] = kinds
+            if memory.tier == "device" or memory.peak_total:
+                peak[memory.tier] = {"total": memory.peak_total, **{kind: size for kind, size in memory.peak.items() if size}}
         groups = {"sum": "across", "vote": "world"}
         return {
-            "resident": {"device": live},
-            "peak": {"device": peak},
+            "resident": resident,
+            "peak": peak,
             "collectives": {
                 kind: {
                     "count": sent.count,

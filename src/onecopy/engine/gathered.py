@@ -86,7 +86,7 @@ def _refuse_writes(listed: list[nn.Parameter], versions: list[int]) -> None:
 
 def _differs(home: object) -> bool:
     """Is this rank's part of a gathered parameter not what its shard says? A write through ``.data`` leaves no other sign."""
-    if not isinstance(home, ParameterHome) or not home.weights.cut:
+    if not isinstance(home, ParameterHome) or not home.weights.away:
         return False
     local, start = home.local()
     read = home.values().reshape(-1)[start : start + local.numel()]

@@ -56,7 +56,7 @@ class Gathering:
     def __init__(self, run: Run, others: Others) -> None:
         self._run = run
         self.others = others
-        self._units = [unit for unit in run.units if unit.weights and any(weights.cut for weights in unit.weights)]
+        self._units = [unit for unit in run.units if unit.weights and any(weights.away for weights in unit.weights)]
         self._next: dict[bool, dict[UnitRun, UnitRun | None]] = {False: {}, True: {}}
         self._trail: list[UnitRun] = []
         self._forward: list[UnitRun] = []
@@ -65,7 +65,7 @@ class Gathering:
         self._kept = False
         self.backward = False
         self.depth = 0
-        others.asks = any(weights.cut and not weights.alone for unit in self._units for weights in unit.weights)
+        others.asks = any(weights.away and not weights.alone for unit in self._units for weights in unit.weights)
         if others.asks:
             assembly.join(others.engine, weakref.WeakMethod(self.attend))
             weakref.finalize(self, assembly.join, others.engine, None)
@@ -79,7 +79,7 @@ class Gathering:
         """Note the storages again after one was exchanged."""
         self.storages.clear()
         for unit in self._units:
-            self.storages.update({w.full.untyped_storage()._cdata: w for w in unit.weights if w.cut})
+            self.storages.update({w.full.untyped_storage()._cdata: w for w in unit.weights if w.away})
 
     # Passes
 
@@ -155,7 +155,7 @@ class Gathering:
             self._flying.add(unit)
             self._gathered.add(unit)
         for weights in unit.weights:
-            if not weights.cut:
+            if not weights.away:
                 continue
             if wanted and not weights.present and weights.pending is None:
                 weights.start_gather()
@@ -222,7 +222,7 @@ class Gathering:
         self._flying.add(unit)
         self._gathered.add(unit)
         for weights in unit.weights:
-            if weights.cut and not weights.present:
+            if weights.away and not weights.present:
                 weights.start_gather()
 
     def _land(self, unit: UnitRun) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 
-from onecopy.comm.collectives import Edge, Message, Pending
+from onecopy.comm.collectives import Edge, Message, Pending, land
 from onecopy.schedule.lower import Buffer
-from onecopy.tiers.memory import DeviceMemory
+from onecopy.tiers.tiers import Tiers
 
 __all__ = ["Gradients", "Marks"]
 
@@ -27,20 +29,22 @@ class Gradients:
     ========  ==========================================================================================
     fill      the whole buffer that autograd's gradients are copied into, each scaled to its share of the
               mean. Not yet summed over ranks. Lives from the first gradient of a unit to its reduction, or,
-              where the plan keeps gradients whole, to the step.
-    current   where gradients are cut: this rank's shard of what is reduced but not settled.
+              where the plan keeps gradients whole on the device, to the step.
+    current   where gradients are away: this rank's shard of what is reduced but not settled, on their tier.
     total     what the optimizer steps with: summed over all ranks and micro-batches, over the range that
               this rank steps. A view of ``fill`` where gradients are whole, else what was ``current``.
     ========  ==========================================================================================
     """
 
     def __init__(
-        self, spec: Buffer, piece: int, edge: Edge | None, memory: DeviceMemory, messages: tuple[Message, Message]
+        self, spec: Buffer, piece: int, edge: Edge | None, tiers: Tiers, messages: tuple[Message, Message]
     ) -> None:
         self.spec = spec
         self.piece = piece
         self.edge = edge
-        self.memory = memory
+        self.memory = tiers.device
+        # Where sums are kept: the tier of what is away.
+        self._home = tiers.memory(spec.row.gradient.rest.tier)
         self.fill: torch.Tensor | None = None
         self.current: torch.Tensor | None = None
         self.total: torch.Tensor | None = None
@@ -55,9 +59,9 @@ class Gradients:
         self._buffers: dict[torch.dtype, tuple[torch.Tensor, list[torch.Tensor]]] = {}
 
     @property
-    def cut(self) -> bool:
-        """Is this rank left with a shard between micro-batches?"""
-        return self.spec.gradient_cut
+    def away(self) -> bool:
+        """Does less than the whole gradient stay on the device between micro-batches?"""
+        return self.spec.gradient_away
 
     @property
     def wire(self) -> torch.dtype:
@@ -77,7 +81,7 @@ class Gradients:
         """Give the fill buffer memory, in the wire's dtype or, where several gradients add up in it, a wider one."""
         if self.total is not None and self._views_fill(self.total):
             # A second backward after this step's reduction: what is summed already leaves the buffer.
-            kept = self.memory.alloc("gradient", self.total.numel(), self.wide)
+            kept = self._home.alloc("gradient", self.total.numel(), self.wide)
             kept.copy_(self.total)
             self._release_fill()
             self.total = kept
@@ -129,28 +133,31 @@ class Gradients:
 
     def start_reduce(self, accumulates: bool) -> None:
         """Set the reduce-scatter of the fill buffer off. ``accumulates``: other micro-batches add to the same sum."""
-        assert self.fill is not None and self.edge is not None
+        assert self.fill is not None
         source = self.fill if self.fill.dtype == self.wire else self.fill.to(self.wire)
-        if self.cut:
+        if self.away:
             add = self.current is not None
             # What added up in a wider buffer is not rounded again by the sum, whether or not it is cut.
             out = self._hold_shard(accumulates or source is not self.fill)
         else:
             add, out = False, self._own(self.fill)
         # What the reduction holds beside the fill buffer: the peers' pieces, and a copy in the wire's dtype.
-        staged = self.spec.layout.padded - self.spec.layout.shard if self.edge.staging else 0
+        staged = self.spec.layout.padded - self.spec.layout.shard if self.edge is not None and self.edge.staging else 0
         encoded = 0 if source is self.fill else self.spec.layout.padded
         self._transit = (staged + encoded) * self.wire.itemsize
         self.memory.count("reduce buffer", self._transit)
-        self.pending = self.edge.reduce(source, out, self._messages[0], add)
+        if self.edge is not None:
+            self.pending = self.edge.reduce(source, out, self._messages[0], add)
+        else:  # one rank: the gradient goes to its tier
+            self.pending = Pending([], None, partial(land, out, source, add))
 
     def finish_reduce(self) -> None:
         """Wait for the reduction; where gradients are cut the fill buffer's memory goes back."""
-        assert self.pending is not None and self.edge is not None
+        assert self.pending is not None
         self.pending.wait()
         self.pending = None
         self.memory.count("reduce buffer", -self._transit)
-        if self.cut:
+        if self.away:
             self._release_fill()
 
     def start_spread(self) -> None:
@@ -165,7 +172,7 @@ class Gradients:
 
     def reduced(self) -> torch.Tensor:
         """This rank's piece of what has just been reduced inside its group."""
-        if self.cut:
+        if self.away:
             assert self.current is not None
             return self.current
         assert self.fill is not None
@@ -174,7 +181,7 @@ class Gradients:
     def settle(self) -> None:
         """What is reduced now is final: it joins what earlier backward passes of this step settled."""
         self.settled += 1
-        if self.cut:
+        if self.away:
             summed, self.current = self.current, None
         else:
             assert self.fill is not None
@@ -185,8 +192,8 @@ class Gradients:
             return
         self.total = self._widened(self.total)
         self.total.add_(summed)
-        if self.cut:
-            self.memory.drop("gradient", summed)
+        if self.away:
+            self._home.drop("gradient", summed)
         else:
             self._release_fill()
 
@@ -208,7 +215,7 @@ class Gradients:
         """The step is over: nothing of the gradient is kept."""
         for held in (self.current, self.total):
             if held is not None and not self._views_fill(held):
-                self.memory.drop("gradient", held)
+                self._home.drop("gradient", held)
         self.current = self.total = None
         self.settled = 0
         self.filling = False
@@ -220,7 +227,7 @@ class Gradients:
 
     @property
     def _kind(self) -> str:
-        return "reduce buffer" if self.cut else "gradient"
+        return "reduce buffer" if self.away else "gradient"
 
     def _own(self, whole: torch.Tensor) -> torch.Tensor:
         shard = self.spec.layout.shard
@@ -233,7 +240,7 @@ class Gradients:
         """The shard that sums are kept in: in the wire's dtype while there is one, wider once something is added."""
         if self.current is None:
             dtype = self.wide if accumulates else self.wire
-            self.current = self.memory.alloc("gradient", self.spec.layout.shard, dtype)
+            self.current = self._home.alloc("gradient", self.spec.layout.shard, dtype)
         else:
             self.current = self._widened(self.current)
         return self.current
@@ -241,9 +248,9 @@ class Gradients:
     def _widened(self, narrow: torch.Tensor) -> torch.Tensor:
         if narrow.dtype == self.wide:
             return narrow
-        wide = self.memory.alloc("gradient", narrow.numel(), self.wide)
+        wide = self._home.alloc("gradient", narrow.numel(), self.wide)
         wide.copy_(narrow)
-        self.memory.drop("gradient", narrow)
+        self._home.drop("gradient", narrow)
         return wide
 
     def _release_fill(self) -> None:

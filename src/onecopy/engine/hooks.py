@@ -80,7 +80,7 @@ class Hooks:
         self._pushed: list[bool] = []
         self._trains = any(unit.gradients for unit in run.units)
         self._attach_root(root)
-        gathered = {weights.spec.unit for unit in run.units for weights in unit.weights if weights.cut}
+        gathered = {weights.spec.unit for unit in run.units for weights in unit.weights if weights.away}
         for unit in run.units:
             if unit.name in gathered:
                 self._attach_unit(unit)

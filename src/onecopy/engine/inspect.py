@@ -48,7 +48,12 @@ def _assemble(home: ParameterHome, core: Core, held: Held) -> torch.Tensor:
     part, start = _part(home, held)
     whole = torch.zeros(home.slot.param.numel, dtype=_wide(part.dtype), device=core.ranks.device)
     whole[start : start + part.numel()].copy_(part)
-    if held[0].numel() < home.weights.spec.layout.padded and core.ranks.gather is not None:
+    return _sum_parts(whole, home, core, held[0].numel())
+
+
+def _sum_parts(whole: torch.Tensor, home: ParameterHome, core: Core, held: int) -> torch.Tensor:
+    """``whole`` with every rank's part in it, where each holds ``held`` elements of the buffer and not all of them."""
+    if held < home.weights.spec.layout.padded and core.ranks.gather is not None:
         _sum_bits(whole, home, core.ranks.gather)
     return whole.view(home.shape)
 
@@ -71,7 +76,14 @@ def read_param(param: nn.Parameter) -> torch.Tensor:
     home, core = _home(param)
     _agree("full_param", home)
     home.weights.notice_writes()
-    return _assemble(home, core, (home.weights.target(), home.weights.stepped()[0]))
+    state, base = home.weights.state, home.weights.stepped()[0]
+    low, high = home.slot.local(base, base + state.grid.numel) or (base, base)
+    values = torch.empty(high - low, dtype=state.dtype, device=core.ranks.device)
+    state.read(low - base, high - base, values)
+    whole = torch.zeros(home.slot.param.numel, dtype=_wide(state.dtype), device=core.ranks.device)
+    if values.numel():
+        whole[low - home.slot.start : high - home.slot.start].copy_(values)
+    return _sum_parts(whole, home, core, state.grid.numel)
 
 
 def write_param(param: nn.Parameter, value: torch.Tensor) -> None:
@@ -83,8 +95,10 @@ def write_param(param: nn.Parameter, value: torch.Tensor) -> None:
     with torch.no_grad(), weights.writing():
         if weights.present:
             weights.full[home.slot.start : home.slot.stop].copy_(flat)
-        local, start = home.local()
-        local.copy_(flat[start : start + local.numel()])
+        elif (part := weights.piece_of(home.slot)) is not None:
+            low = weights.piece * weights.spec.layout.shard
+            offset = low - home.slot.start
+            weights.rest.write(*part, flat[part[0] + offset : part[1] + offset])
         weights.follow(home.slot, flat)
 
 
@@ -139,24 +153,30 @@ def read_state(param: nn.Parameter, name: str) -> torch.Tensor | None:
     _agree("full_state", home)
     if core.tiles is None:
         raise EngineError("this engine has no optimizer, so it has no optimizer states")
-    piece = core.tiles.of_param.get(home.name)
-    state = core.tiles.optimizer.state.get(piece.param, {}) if piece is not None else {}
-    value = state.get(name)
-    dtype = _wide(value.dtype) if isinstance(value, torch.Tensor) else _wide(home.weights.target().dtype)
-    whole = torch.zeros(home.slot.param.numel, dtype=dtype, device=core.ranks.device)
-    if piece is not None and isinstance(value, torch.Tensor):
-        if value.shape == piece.param.shape:
-            whole[piece.offset : piece.offset + value.numel()].copy_(value)
-        elif value.numel() == 1:
-            whole[piece.offset] = value  # one number per parameter, such as the step: the first element has it
+    pieces, tiles = core.tiles.of_param.get(home.name, []), core.tiles
+    whole: torch.Tensor | None = None
+    value, known = None, {}
+    for piece in pieces:
+        with tiles.states(piece) as state:
+            value, known = state.get(name), state
+            if not isinstance(value, torch.Tensor):
+                continue
+            if whole is None:
+                whole = torch.zeros(home.slot.param.numel, dtype=_wide(value.dtype), device=core.ranks.device)
+            if piece.elementwise(value):
+                whole[piece.offset : piece.offset + piece.numel].copy_(value)
+            elif piece is pieces[0]:
+                whole[piece.offset] = value  # one number per parameter, such as the step: the first element has it
+    if whole is None:
+        whole = torch.zeros(home.slot.param.numel, dtype=_wide(home.weights.state.dtype), device=core.ranks.device)
     # How many ranks have states at all, and this one.
-    have = torch.tensor([float(bool(state)), float(isinstance(value, torch.Tensor))], device=core.ranks.device)
+    have = torch.tensor([float(bool(known)), float(isinstance(value, torch.Tensor))], device=core.ranks.device)
     if core.ranks.gather is not None and home.weights.spec.cut(home.weights.spec.row.optimizer):
         _sum_bits(whole, home, core.ranks.gather)
         with waiting(f"the pieces of {home.name!r}"):
             dist.all_reduce(have, group=core.ranks.gather)
     if have[0] > 0 and have[1] == 0:
-        raise EngineError(f"the optimizer keeps no state {name!r} of {home.name!r}; {_known_states(state)}")
+        raise EngineError(f"the optimizer keeps no state {name!r} of {home.name!r}; {_known_states(known)}")
     return whole.view(home.shape) if have[1] > 0 else None
 
 
@@ -170,15 +190,13 @@ def write_state(param: nn.Parameter, name: str, value: torch.Tensor) -> None:
     home, core = _home(param)
     if core.tiles is None:
         raise EngineError("this engine has no optimizer, so it has no optimizer states")
-    piece = core.tiles.of_param.get(home.name)
-    if piece is None:
-        return
-    state = core.tiles.optimizer.state.get(piece.param, {})
-    held = state.get(name)
-    if not isinstance(held, torch.Tensor) or held.shape != piece.param.shape:
-        raise EngineError(f"the optimizer keeps no state {name!r} of {home.name!r}; {_known_states(state)}")
     flat = _checked(home, value)
-    held.copy_(flat[piece.offset : piece.offset + held.numel()])
+    for piece in core.tiles.of_param.get(home.name, []):
+        with core.tiles.states(piece, write=True) as state:
+            held = state.get(name)
+            if not isinstance(held, torch.Tensor) or not piece.elementwise(held):
+                raise EngineError(f"the optimizer keeps no state {name!r} of {home.name!r}; {_known_states(state)}")
+            held.copy_(flat[piece.offset : piece.offset + piece.numel])
 
 
 def _checked(home: ParameterHome, value: torch.Tensor) -> torch.Tensor:

@@ -206,8 +206,8 @@ def _access(func: Any, prop: str, subject: torch.Tensor, home: Home, args: Any, 
         return None  # ``p.data += 1`` has written through the stand-in already
     whole = isinstance(args[-1], torch.Tensor) and args[-1].shape == home.shape
     if prop == "data" and whole and _CHAIN not in subject.__dict__:
-        local, start = home.local()
         with home.writing():
+            local, start = home.local()
             local.copy_(args[-1].detach().reshape(-1)[start : start + local.numel()])
             return home.written()
     if prop == "grad":
@@ -246,8 +246,8 @@ def _writes(func: Any, name: str, rest: Any, kwargs: dict[str, Any], chained: bo
 def _write(func: Any, name: str, subject: torch.Tensor, home: Home, rest: Any, kwargs: dict[str, Any]) -> None:
     """Carry out an in-place write on this rank's elements."""
     chain: tuple[Callable[[torch.Tensor], torch.Tensor], ...] = subject.__dict__.get(_CHAIN, ())
-    local, start = home.local()
     with torch.no_grad(), home.writing():
+        local, start = home.local()
         if name == "__setitem__":
             key, value = rest
             _write_whole(lambda view: func(view, key, value), home, chain, lambda mask: func(mask, key, True))

@@ -103,7 +103,7 @@ class Rounds:
 
     def reduces(self, gradients: Gradients) -> bool:
         """Will what is filled in now be sent at the end of this pass?"""
-        return self.sync and (gradients.cut or self.boundary())
+        return self.sync and (gradients.away or self.boundary())
 
     # A backward pass
 
@@ -166,7 +166,7 @@ class Rounds:
         return (
             self.sync
             and self._run.schedule.facts.mesh.world > 1
-            and any(gradients.cut for unit in self.turns.order for gradients in unit.gradients)
+            and any(gradients.away for unit in self.turns.order for gradients in unit.gradients)
         )
 
     def complete(self) -> None:
@@ -237,7 +237,7 @@ class Rounds:
             self._finish()
         # Gradients that stay whole between micro-batches, or that no_sync keeps from going out, add up in the buffer, and
         # so do those that came too late.
-        stays = late or not self.reduces(gradients) or (not gradients.cut and self._run.accumulates)
+        stays = late or not self.reduces(gradients) or (not gradients.away and self._run.accumulates)
         gradients.open(accumulates=stays)
 
     def _issue(self, unit: UnitRun) -> None:

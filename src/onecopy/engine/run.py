@@ -92,11 +92,13 @@ class Run:
                 self._gradients[op.buffer].start_reduce(self.accumulates)
             elif op.kind == "sum":
                 assert self._across is not None
-                self._across.all_reduce(self._gradients[op.buffer].reduced(), "sum")
+                reduced = self._gradients[op.buffer].reduced()
+                on_device = reduced.to(self._weights[op.buffer].full.device)
+                self._across.all_reduce(on_device, "sum")
+                if on_device is not reduced:  # it rests on the host of an accelerator
+                    reduced.copy_(on_device)
             elif op.kind == "spread":
                 self._holder(op).start_spread()
-            elif op.kind == "encode":
-                self._weights[op.buffer].encode()
 
     def finish(self, ops: Iterable[Op]) -> None:
         """Wait for ``ops``, which were started."""

@@ -16,11 +16,12 @@ from onecopy.engine.gradients import Gradients
 from onecopy.engine.precision import LossScaler
 from onecopy.engine.run import Run, UnitRun
 from onecopy.engine.weights import Weights
-from onecopy.errors import EngineError, RankMismatchError
-from onecopy.optim import Tiles
+from onecopy.errors import DiskError, EngineError, RankMismatchError
+from onecopy.optim import Borrowed, Tiles
+from onecopy.plan.layout import Slot, Tier
 from onecopy.plan.plan import Clip
 from onecopy.schedule.ops import Op
-from onecopy.tiers.memory import DeviceMemory
+from onecopy.tiers.tiers import Tiers
 
 __all__ = ["Stepper", "Verdict"]
 
@@ -47,15 +48,17 @@ class Verdict:
 class Stepper:
     """Runs the ``vote`` and ``step`` events for all units."""
 
-    def __init__(self, run: Run, tiles: Tiles, ranks: Ranks, world: Edge | None, memory: DeviceMemory, clip: Clip) -> None:
+    def __init__(self, run: Run, tiles: Tiles, ranks: Ranks, world: Edge | None, tiers: Tiers, clip: Clip) -> None:
         self._run = run
         self._tiles = tiles
         self._ranks = ranks
         self._world = world
-        self._memory = memory
+        self._tiers = tiers
         self._clip = clip
-        self._moments = 0
+        self._moments: dict[Tier, int] = {}
         self._buffers = [gradients for unit in run.units for gradients in unit.gradients]
+        # What interrupted a step: some tiles are stepped and some are not, until a checkpoint is loaded.
+        self.torn: DiskError | None = None
         # Norms by parameter, by their order and the number of things that were settled.
         self._norms: dict[tuple[float, int], dict[str, torch.Tensor]] = {}
 
@@ -157,18 +160,23 @@ class Stepper:
         if self._clip.max_norm is not None:
             # As torch.nn.utils.clip_grad_norm_ does it.
             factor *= min(1.0, self._clip.max_norm / (verdict.norm + 1e-6))
-        with self._run.writing():
-            self._step_units(verdict, factor)
-        moments = self._tiles.moments()
-        self._memory.count("moments", moments - self._moments)
-        self._moments = moments
+        try:
+            with self._run.writing(), torch.no_grad():
+                self._step_units(verdict, factor)
+        except DiskError as error:
+            self.torn = error
+            raise
+        for tier, size in self._tiles.moments().items():
+            self._tiers.memory(tier).count("moments", size - self._moments.get(tier, 0))
+            self._moments[tier] = size
 
     def _step_units(self, verdict: Verdict, factor: float) -> None:
         sent: deque[list[Op]] = deque()
+        coming = _Ahead(self._tiles, self._run.units)
         for unit in self._run.units:
             if not unit.gradients:
                 continue
-            self._step_unit(unit, verdict, factor)
+            self._step_unit(unit, verdict, factor, coming)
             spreads = self._run.ops(unit, "step", "spread")
             self._run.start(spreads)
             sent.append(spreads)
@@ -176,37 +184,102 @@ class Stepper:
                 self._run.finish(sent.popleft())
         while sent:
             self._run.finish(sent.popleft())
+        if self._tiers.disk is not None:
+            self._tiers.disk.drain()
 
-    def _step_unit(self, unit: UnitRun, verdict: Verdict, factor: float) -> None:
+    def _step_unit(self, unit: UnitRun, verdict: Verdict, factor: float, coming: _Ahead) -> None:
         held = {weights.spec.name: weights for weights in unit.weights}
-        stepped: list[tuple[Weights, torch.Tensor, list[bool]]] = []
-        cast: list[torch.Tensor] = []
+        together = [gradients for gradients in unit.gradients if not gradients.spec.tiled]
+        self._step_together(together, held, verdict, factor)
         for gradients in unit.gradients:
-            assert gradients.total is not None
             weights = held[gradients.spec.name]
-            gradient = gradients.total
-            target = weights.target().dtype
-            if gradient.dtype != target:
-                self._memory.count("workspace", gradient.numel() * target.itemsize)
-                gradient = gradient.to(target)
+            if gradients.spec.tiled:
+                self._step_tiles(gradients, weights, _used(gradients, verdict), factor, coming)
+            gradients.drop()
+            weights.changed()
+
+    def _step_together(
+        self, buffers: list[Gradients], held: dict[str, Weights], verdict: Verdict, factor: float
+    ) -> None:
+        """Step whole buffers on the device, all at once."""
+        stepped: list[tuple[Borrowed, torch.Tensor, dict[Slot, bool]]] = []
+        cast: list[torch.Tensor] = []
+        for gradients in buffers:
+            assert gradients.total is not None
+            weights, gradient = held[gradients.spec.name], gradients.total
+            if gradient.dtype != weights.state.dtype:
+                self._tiers.device.count("workspace", gradient.numel() * weights.state.dtype.itemsize)
+                gradient = gradient.to(weights.state.dtype)
                 cast.append(gradient)
             if factor != 1.0:
                 gradient.mul_(factor)
-            stepped.append((weights, gradient, verdict.used[gradients.spec.name]))
-        with torch.no_grad():
-            self._tiles.step(stepped)
+            stepped.append((self._tiles.borrow(weights, 0), gradient, _used(gradients, verdict)))
+        self._tiles.step(stepped)
         for tensor in cast:
-            self._memory.drop("workspace", tensor)
-        for gradients in unit.gradients:
-            gradients.drop()
-            held[gradients.spec.name].changed()
-        self._run.start(self._run.ops(unit, "step", "encode"))
+            self._tiers.device.drop("workspace", tensor)
+        for gradients, (borrowed, _, _) in zip(buffers, stepped, strict=True):
+            weights = held[gradients.spec.name]
+            if weights.master is not None:
+                weights.write_back(0, borrowed.values.wait())
+            self._tiles.give_back(borrowed)
+
+    def _step_tiles(
+        self, gradients: Gradients, weights: Weights, used: dict[Slot, bool], factor: float, coming: _Ahead
+    ) -> None:
+        """Step one buffer tile by tile: of each the gradient is cast and scaled, the kernel runs, and the new weights go
+        to where the parameter rests, while it is in the cache."""
+        assert gradients.total is not None
+        state, grid = weights.state, weights.state.grid
+        row = gradients.spec.row
+        memory = self._tiers.computing(row.optimizer.tier)
+        direct = gradients.total.dtype == state.dtype and row.gradient.rest.tier == memory.tier
+        scratch = None if direct else memory.alloc("workspace", min(grid.tile, grid.numel), state.dtype)
+        for tile in range(grid.count):
+            low, high = grid.bounds(tile)
+            borrowed = coming.next()
+            gradient = gradients.total[low:high]
+            if scratch is not None:
+                gradient = scratch[: high - low].copy_(gradient)
+            if factor != 1.0:
+                gradient.mul_(factor)
+            self._tiles.step([(borrowed, gradient, used)])
+            if weights.master is not None:
+                weights.write_back(low, borrowed.values.wait())
+            self._tiles.give_back(borrowed)
+        if scratch is not None:
+            memory.drop("workspace", scratch)
 
     def discard(self) -> None:
         """Forget the gradients of this window."""
         self.forget_norms()
         for gradients in self._buffers:
             gradients.drop()
+
+
+class _Ahead:
+    """The tiles of all units in the order in which they are stepped, each borrowed while the one before is stepped."""
+
+    def __init__(self, tiles: Tiles, units: list[UnitRun]) -> None:
+        self._tiles = tiles
+        self._order = iter(
+            (weights, tile)
+            for unit in units
+            for weights in unit.weights
+            if weights.spec.trainable and weights.spec.tiled
+            for tile in range(weights.state.grid.count)
+        )
+        self._borrowed: deque[Borrowed] = deque()
+
+    def next(self) -> Borrowed:
+        """The next tile."""
+        while len(self._borrowed) < 2 and (following := next(self._order, None)) is not None:
+            self._borrowed.append(self._tiles.borrow(*following))
+        return self._borrowed.popleft()
+
+
+def _used(gradients: Gradients, verdict: Verdict) -> dict[Slot, bool]:
+    """Which parameters of a buffer any rank used."""
+    return dict(zip(gradients.spec.layout.slots, verdict.used[gradients.spec.name], strict=True))
 
 
 # Numbers up to here are added up over thousands of ranks without rounding.

@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
+from zlib import crc32
 
 import torch
 from torch import nn
 
+from onecopy import codecs
 from onecopy.comm.collectives import Pending
 from onecopy.comm.shared import Shelf
 from onecopy.engine.parameter import HOME, Face
 from onecopy.engine.pending import make_plain, read_grad, shown_class, write_grad
-from onecopy.plan.layout import Slot
+from onecopy.plan.layout import Grid, Slot
 from onecopy.schedule.lower import Buffer
-from onecopy.tiers.memory import DeviceMemory
+from onecopy.tiers.held import Held, Tile
+from onecopy.tiers.tiers import Tiers
+
+# Tiles of a shard on disk that are read before the first is waited for.
+_READ_AHEAD = 4
 
 __all__ = ["ParameterHome", "Source", "Weights"]
 
@@ -46,48 +54,71 @@ class Weights:
     """Buffers of the parameters of one :class:`~onecopy.schedule.lower.Buffer`.
 
     ========  ==========================================================================================
-    full      all elements and padding, one storage; the parameters are views of it for life. Where the
-              parameter rests cut, the storage is freed between uses and filled again in place.
-    shard     this rank's elements, padding included. A view of ``full`` where the parameter rests whole; on a
-              shelf where other ranks can read it there.
-    master    what the optimizer steps, in higher precision, over the optimizer's range; None when the
-              parameter is stepped itself.
+    full      all elements and padding, one storage; the parameters are views of it for life. Where less than
+              the whole rests on the device, the storage is freed between uses and filled again in place.
+    rest      this rank's elements where they rest, padding included: a view of ``full`` where the parameter
+              rests whole on the device, else on its tier; on a shelf where other ranks can read it there.
+    master    higher-precision weights over the optimizer's range, or a copy on the optimizer's tier; None when
+              the parameter is stepped where it rests.
+    state     what the optimizer steps: ``master``, or ``rest``, or all of ``full``.
     ========  ==========================================================================================
     """
 
-    def __init__(
-        self, spec: Buffer, params: list[nn.Parameter], piece: int, source: Source, memory: DeviceMemory
-    ) -> None:
+    def __init__(self, spec: Buffer, params: list[nn.Parameter], piece: int, source: Source, tiers: Tiers) -> None:
         self.spec = spec
         self.params = params
         self.piece = piece
         self._source = source
-        self.memory = memory
+        self.memory = tiers.device
         self.present = True
         self.pins = 0
         self.pending: Pending | None = None
         dtype = getattr(torch, spec.dtype)
-        self.full = memory.alloc("gather buffer" if self.cut else "parameter", spec.layout.padded, dtype)
-        own = self.full[piece * spec.layout.shard : (piece + 1) * spec.layout.shard]
-        if source.shard is not None:
-            self.shard = source.shard
-            memory.count("parameter", self.shard.numel() * dtype.itemsize)
-        else:
-            self.shard = memory.alloc("parameter", spec.layout.shard, dtype) if self.cut else own
-        self.master: torch.Tensor | None = None
+        self.full = self.memory.alloc("gather buffer" if self.away else "parameter", spec.layout.padded, dtype)
+        if self.away:  # or all units' would be there at once until their turn in adopt()
+            self.memory.vacate("gather buffer", self.full)
+        self.rest = self._make_rest(tiers, dtype)
+        self.master: Held | None = None
+        if spec.master is not None:
+            dtype = getattr(torch, spec.master)
+            self.master = tiers.hold("master", "master", spec.row.optimizer.tier, spec.grid(), dtype)
+        self.state = self.master if self.master is not None else self._make_state(tiers)
         self.writes = Writes()
         self._faces: list[Face] = []
         # The engine this buffer belongs to, set when it is complete; weak, so that engines can be collected.
         self.core: Callable[[], Any] | None = None
+
+    def _make_rest(self, tiers: Tiers, dtype: torch.dtype) -> Held:
+        spec, tier = self.spec, self.spec.row.parameter.rest.tier
+        grid = Grid(spec.layout.shard, spec.tile())
+        if not self.away:
+            return tiers.show(self.own(), grid.tile)
+        if self._source.shard is not None:
+            tiers.memory(tier).count("parameter", self._source.shard.numel() * dtype.itemsize)
+            return tiers.show(self._source.shard, grid.tile)
+        return tiers.hold("parameter", "parameter", tier, grid, dtype)
+
+    def _make_state(self, tiers: Tiers) -> Held:
+        """The parameter, as what the optimizer steps."""
+        spec = self.spec
+        rests = self.away or spec.cut(spec.row.optimizer)
+        if spec.row.optimizer.codec is not None:
+            held = self.rest.plain if rests else self.full
+            assert held is not None
+            codec = codecs.codec(spec.row.optimizer.codec, seed=crc32(spec.name.encode()))
+            return tiers.decode(held, spec.grid().tile, codec, spec.row.optimizer.tier)
+        if not rests:
+            return tiers.show(self.full, spec.grid().tile)
+        return self.rest if self.rest.plain is None else tiers.show(self.rest.plain, spec.grid().tile)
 
     def writing(self) -> AbstractContextManager[None]:
         """Around every change of the shard: on a shelf, other ranks read it."""
         return self._source.shelf.writing() if self._source.shelf is not None else nullcontext()
 
     @property
-    def cut(self) -> bool:
-        """Is this rank left with a shard between uses?"""
-        return self.spec.parameter_cut
+    def away(self) -> bool:
+        """Does less than the whole rest on the device, so that it is gathered for use?"""
+        return self.spec.parameter_away
 
     def adopt(
         self,
@@ -108,23 +139,24 @@ class Weights:
             if value is not None:
                 whole[slot.start : slot.stop].copy_(value.reshape(-1))
         agree(whole)
+        if self.away:
+            self.memory.materialise("gather buffer", self.full)
         self.full.copy_(whole)
-        if spec.master is not None:
+        if self.master is not None:
             low, high = self.stepped()
-            self.master = self.memory.alloc("master", high - low, whole.dtype)
-            self.master.copy_(whole[low:high])
+            self.master.write(0, high - low, whole[low:high])
         for slot, param in zip(layout.slots, self.params, strict=True):
             param.__dict__[HOME] = ParameterHome(self, slot, demand)
         self._make_faces()
         self.writes.versions = self._version_sum()
-        if self.cut:
-            self.shard.copy_(self.own())
+        if self.away:
+            self.rest.write(0, layout.shard, self.own())
             self.free()
 
     def _make_faces(self) -> None:
         slots = self.spec.layout.slots
         views = [self.full[slot.start : slot.stop].view(slot.param.shape) for slot in slots]
-        lasts = self.spec.trainable and (not self.cut or not self.spec.cut(self.spec.row.parameter.held))
+        lasts = self.spec.trainable and (not self.away or not self.spec.away(self.spec.row.parameter.held))
         lasting = (shown_class,) if lasts else ()
         self._faces = [Face(param, view, *lasting) for param, view in zip(self.params, views, strict=True)]
         for face in self._faces:
@@ -136,7 +168,7 @@ class Weights:
 
         The engine writes through ``full``, which does not touch the parameters' own version counters.
         """
-        if self.cut:
+        if self.away:
             return False
         taken = self._take_back()
         versions = self._version_sum()
@@ -173,8 +205,11 @@ class Weights:
 
     def own(self) -> torch.Tensor:
         """This rank's piece of the full buffer."""
+        return self._own_of(self.full)
+
+    def _own_of(self, whole: torch.Tensor) -> torch.Tensor:
         shard = self.spec.layout.shard
-        return self.full[self.piece * shard : (self.piece + 1) * shard]
+        return whole[self.piece * shard : (self.piece + 1) * shard]
 
     def stepped(self) -> tuple[int, int]:
         """Elements ``[low, high)`` of the full buffer that this rank's optimizer steps, padding included."""
@@ -182,12 +217,6 @@ class Weights:
         if self.spec.cut(self.spec.row.optimizer):
             return self.piece * layout.shard, (self.piece + 1) * layout.shard
         return 0, layout.padded
-
-    def target(self) -> torch.Tensor:
-        """The flat tensor over :meth:`stepped` that the optimizer updates."""
-        if self.master is not None:
-            return self.master
-        return self.shard if self.spec.cut(self.spec.row.optimizer) else self.full
 
     # Gathering
 
@@ -220,7 +249,8 @@ class Weights:
         """Take part in a gather that other ranks need, and forget what comes."""
         assert self._source.gather is not None
         scratch = self.memory.alloc("gather buffer", self.full.numel(), self.full.dtype)
-        self._source.gather(scratch, self.shard).wait()
+        self._fetch(self._own_of(scratch), deque())
+        self._source.gather(scratch, self._own_of(scratch)).wait()
         self.memory.drop("gather buffer", scratch)
 
     def detach(self) -> None:
@@ -230,10 +260,35 @@ class Weights:
             make_plain(param)
 
     def start_gather(self) -> None:
-        """Give the full buffer memory and set the all-gather off."""
-        assert self._source.gather is not None
+        """Give the full buffer memory and begin to fill it: fetch this rank's shard, and gather the others'."""
         self.memory.materialise("gather buffer", self.full)
-        self.pending = self._source.gather(self.full, self.shard)
+        gather, rests = self._source.gather, self.rest.plain
+        if rests is not None and rests.device == self.full.device and gather is not None:
+            self.pending = gather(self.full, rests)
+        elif rests is not None:
+            self.own().copy_(rests, non_blocking=True)
+            self.pending = gather(self.full, self.own()) if gather is not None else Pending([], None)
+        else:
+            tiles = deque(self.rest.lend(tile) for tile in range(min(_READ_AHEAD, self.rest.grid.count)))
+            self.pending = Pending([], None, partial(self._fetch_and_gather, tiles))
+
+    def _fetch_and_gather(self, tiles: deque[Tile]) -> None:
+        """Bring the shard from the disk, which was told to read ``tiles`` already, then gather."""
+        self._fetch(self.own(), tiles)
+        if self._source.gather is not None:
+            self._source.gather(self.full, self.own()).wait()
+
+    def _fetch(self, out: torch.Tensor, tiles: deque[Tile]) -> None:
+        """Copy this rank's shard to ``out``; of its tiles the first are on their way."""
+        grid = self.rest.grid
+        coming = iter(range(len(tiles), grid.count))
+        for index in range(grid.count):
+            if (following := next(coming, None)) is not None:
+                tiles.append(self.rest.lend(following))
+            low, high = grid.bounds(index)
+            lent = tiles.popleft()
+            out[low:high].copy_(lent.wait())
+            lent.drop()
 
     def finish_gather(self) -> None:
         """Wait for the all-gather; from here on the parameters are ordinary ones."""
@@ -280,7 +335,7 @@ class Weights:
     def changed(self) -> None:
         """The optimizer has changed the values: graphs that saved the old ones must notice, as with any in-place
         update."""
-        if not self.cut and self.spec.trainable:
+        if not self.away and self.spec.trainable:
             torch.autograd.graph.increment_version(self.params)
             self.writes.versions = self._version_sum()
 
@@ -288,9 +343,20 @@ class Weights:
 
     def encode(self) -> None:
         """Write the master weights into this rank's part of the parameter, rounding to its dtype."""
-        if self.master is not None:
-            target = self.shard if self.spec.cut(self.spec.row.optimizer) else self.full
-            target.copy_(self.master)
+        if self.master is None:
+            return
+        for tile in range(self.master.grid.count):
+            lent = self.master.lend(tile)
+            self.write_back(self.master.grid.bounds(tile)[0], lent.wait())
+            lent.drop()
+
+    def write_back(self, low: int, values: torch.Tensor) -> None:
+        """``values`` of the master weights from element ``low`` of :meth:`stepped` on become the parameter's."""
+        if self.away:
+            self.rest.write(low, low + values.numel(), values)
+        else:
+            start = self.stepped()[0] + low
+            self.full[start : start + values.numel()].copy_(values, non_blocking=True)
 
     def start_spread(self) -> None:
         """Set the all-gather off that makes every rank's stepped piece whole again, in place."""
@@ -302,29 +368,39 @@ class Weights:
         self.pending.wait()
         self.pending = None
 
+    def piece_of(self, slot: Slot) -> tuple[int, int] | None:
+        """The elements ``[low, high)`` of this rank's shard that are the parameter's in ``slot``; None when it has none."""
+        low = self.piece * self.spec.layout.shard
+        part = slot.local(low, low + self.spec.layout.shard)
+        return (part[0] - low, part[1] - low) if part is not None else None
+
     def follow(self, slot: Slot, source: torch.Tensor | None = None) -> None:
-        """The parameter in ``slot`` was written where it is read: make shard and master follow.
+        """The parameter in ``slot`` was written where it is read: make what rests and the master weights follow.
 
         ``source``: the whole new values, flat, when they are more precise than the parameter.
         """
-        if self.cut and self.present:
-            low = self.piece * self.spec.layout.shard
-            local = slot.local(low, low + self.spec.layout.shard)
-            if local is not None:
-                self.shard[local[0] - low : local[1] - low].copy_(self.full[local[0] : local[1]])
+        if self.away and self.present and (part := self.piece_of(slot)) is not None:
+            self.rest.write(*part, self.own()[part[0] : part[1]])
         if self.master is None:
             return
         low, high = self.stepped()
         local = slot.local(low, high)
         if local is None:
             return
-        kept = self.master[local[0] - low : local[1] - low]
+        start, stop = local[0] - low, local[1] - low
         if source is not None:
-            kept.copy_(source[local[0] - slot.start : local[1] - slot.start])
+            self.master.write(start, stop, source[local[0] - slot.start : local[1] - slot.start])
             return
-        rounded = self.shard[local[0] - low : local[1] - low] if self.cut else self.full[local[0] : local[1]]
+        if self.away:
+            rounded = torch.empty(stop - start, dtype=self.full.dtype, device=self.full.device)
+            self.rest.read(start, stop, rounded)
+        else:
+            rounded = self.full[local[0] : local[1]]
+        kept = torch.empty(stop - start, dtype=self.master.dtype, device=rounded.device)
+        self.master.read(start, stop, kept)
         # Elements that still say what the master rounds to were not written: they keep their precision.
-        kept.copy_(torch.where(kept.to(rounded.dtype) == rounded, kept, rounded.to(kept.dtype)))
+        same = kept.to(rounded.dtype) == rounded
+        self.master.write(start, stop, torch.where(same, kept, rounded.to(kept.dtype)))
 
 
 def _nothing() -> None:
@@ -338,6 +414,8 @@ class ParameterHome:
         self.weights = weights
         self.slot = slot
         self._demand = demand
+        self._writing = 0
+        self._copy: torch.Tensor | None = None
 
     @property
     def name(self) -> str:
@@ -352,12 +430,20 @@ class ParameterHome:
         return self.weights.present
 
     def local(self) -> tuple[torch.Tensor, int]:
-        shard = self.weights.spec.layout.shard
-        low = self.weights.piece * shard
-        part = self.slot.local(low, low + shard)
+        """This rank's elements; what rests on disk is a copy, which is taken back when it was changed inside
+        :meth:`writing`."""
+        rest, part = self.weights.rest, self.weights.piece_of(self.slot)
         if part is None:
-            return self.weights.shard[:0], 0
-        return self.weights.shard[part[0] - low : part[1] - low], part[0] - self.slot.start
+            return torch.empty(0, dtype=rest.dtype, device=self.weights.full.device), 0
+        offset = part[0] + self.weights.piece * self.weights.spec.layout.shard - self.slot.start
+        if rest.plain is not None:
+            return rest.plain[part[0] : part[1]], offset
+        copy = self._copy
+        if copy is None:
+            copy = torch.empty(part[1] - part[0], dtype=rest.dtype)
+            rest.read(*part, copy)
+            self._copy = copy if self._writing else None
+        return copy, offset
 
     def values(self) -> torch.Tensor:
         """The full values, which must be present."""
@@ -367,10 +453,20 @@ class ParameterHome:
         """A parameter is copied or pickled without its home: the copy belongs to no engine."""
         return _nothing, ()
 
-    def writing(self) -> AbstractContextManager[None]:
-        return self.weights.writing()
+    @contextmanager
+    def writing(self) -> Iterator[None]:
+        self._writing += 1
+        try:
+            with self.weights.writing():
+                yield
+        finally:
+            self._writing -= 1
+            self._copy = None
 
     def written(self) -> None:
+        part = self.weights.piece_of(self.slot)
+        if self._copy is not None and part is not None:
+            self.weights.rest.write(*part, self._copy)
         self.weights.follow(self.slot)
 
     def grad(self, param: torch.Tensor) -> torch.Tensor | None:

@@ -5,16 +5,19 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from difflib import get_close_matches
+from typing import get_args
 
 import torch
 
 from onecopy.errors import PlanError
-from onecopy.plan.layout import Axis, Layout, UnitFact
+from onecopy.plan.layout import Axis, Layout, Tier, UnitFact
 from onecopy.plan.plan import Plan, Row
 from onecopy.plan.values import Number
 
 __all__ = ["check", "legal_triple"]
 
+# Formats in which states may rest; where none is named, they rest as they are computed with.
+_CODECS = {"optimizer": ("bfloat16_sr",), "moments": ("bfloat16_sr", "int8", "int4")}
 _DEGREE: dict[frozenset[Axis], int] = {frozenset(): 0, frozenset({"within"}): 1, frozenset({"within", "across"}): 2}
 _DEGREE_NAME = ("nobody", "the ranks of a group", "all ranks")
 
@@ -49,16 +52,21 @@ def _check_row(name: str, row: Row) -> None:
         "parameter while held": row.parameter.held,
         "gradient": row.gradient.rest,
         "optimizer": row.optimizer,
+        "moments": row.moment,
     }
     for state, layout in layouts.items():
         if frozenset(layout.shards) not in _DEGREE:
             raise PlanError(f"{state} of {name!r} is cut over {layout.shards}; legal: (), ('within',), all axes")
-        if layout.tier != "device":
-            raise PlanError(f"{state} of {name!r} is on tier {layout.tier!r}; this version trains on tier 'device' only")
+        if layout.tier not in get_args(Tier):
+            raise PlanError(f"{state} of {name!r} is on tier {layout.tier!r}; tiers are 'device', 'host' and 'disk'")
         if layout.grain != "element":
             raise PlanError(f"{state} of {name!r} has grain {layout.grain!r}; this version cuts at 'element' only")
-        if layout.codec is not None:
-            raise PlanError(f"{state} of {name!r} has codec {layout.codec!r}; this version keeps states in their own dtype")
+        if layout.codec is not None and state not in _CODECS:
+            raise PlanError(f"{state} of {name!r} has codec {layout.codec!r}; this version keeps it in its own dtype")
+        if layout.codec is not None and layout.codec not in _CODECS[state]:
+            near = get_close_matches(layout.codec, _CODECS[state], n=1, cutoff=0.0)[0]
+            raise PlanError(f"{state} of {name!r} has codec {layout.codec!r}; did you mean {near!r}? Legal: {_CODECS[state]}")
+    _check_tiers(name, row)
     for transition in ("gather", "reduce"):
         _floating(f"{transition} wire of {name!r}", getattr(row.wire, transition))
     if row.wire.gather is not None:
@@ -79,6 +87,39 @@ def _check_row(name: str, row: Row) -> None:
         raise PlanError(f"parameter {name!r} is held more finely cut than it rests; hold it like its rest or replicated")
 
 
+def _check_tiers(name: str, row: Row) -> None:
+    """Raise :class:`PlanError` for states on tiers that the engine cannot bring together."""
+    rest, held = row.parameter.rest, row.parameter.held
+    if rest.tier != "device" and not rest.shards:
+        raise PlanError(
+            f"parameter {name!r} rests on tier {rest.tier!r} and is not sharded; what is whole on every rank is in use all "
+            "the time: shard it (stage 3, on one rank too), or leave it on 'device'"
+        )
+    if rest.tier == "device" and held.tier != "device":
+        raise PlanError(f"parameter {name!r} rests on 'device' and is held on {held.tier!r}; hold it where it rests")
+    gradient = row.gradient.rest
+    if gradient.tier == "disk":
+        raise PlanError(f"gradient of {name!r} is on tier 'disk'; it goes as far as 'host', where the next step uses it up")
+    if gradient.tier == "host" and not gradient.shards:
+        raise PlanError(
+            f"gradient of {name!r} is on tier 'host' and is not sharded: micro-batches add to it on the device. Shard it "
+            "(stage 2 or 3), or leave it on 'device'"
+        )
+    optimizer, moments = row.optimizer, row.moment
+    if moments.shards != optimizer.shards:
+        raise PlanError(f"moments of {name!r} are cut over {moments.shards}, its master over {optimizer.shards}; cut alike")
+    if (optimizer.tier == "device") != (moments.tier == "device"):
+        raise PlanError(
+            f"master of {name!r} is on {optimizer.tier!r} and its moments are on {moments.tier!r}; they are stepped together:"
+            " both on 'device', or both off it"
+        )
+    if optimizer.codec is not None and (rest.tier == "disk" or optimizer.tier != rest.tier):
+        raise PlanError(
+            f"{name!r} has no master beside its parameter (codec {optimizer.codec!r}), so it is stepped where that rests, "
+            f"which is {rest.tier!r}, and not on {optimizer.tier!r}; put both on 'device' or both on 'host'"
+        )
+
+
 def _check_mesh(plan: Plan, world: int) -> None:
     if world < 1:
         raise PlanError(f"world size {world} is not a number of ranks; it is 1 or more")
@@ -96,8 +137,18 @@ _POSITIVE = Number(low=0, above=True)
 
 
 def _check_numbers(plan: Plan) -> None:
-    if plan.step.on != "device":
-        raise PlanError(f"StepPolicy(on={plan.step.on!r}): this version steps on 'device' only")
+    if plan.step.tile is not None:
+        _number("step tile", plan.step.tile, _FROM_ONE)
+    _number("step ratio", plan.step.ratio, Number(0, 1))
+    for what in ("staging", "block", "threads") if plan.scratch is not None else ():
+        _number(f"scratch {what}", getattr(plan.scratch, what), _FROM_ONE)
+    for what, cap in (("device", plan.caps.device), ("host", plan.caps.host)):
+        if cap is not None:
+            _number(f"cap of {what} memory in bytes", cap, _FROM_ONE)
+    rows = [rule.row for rule in plan.rules]
+    layouts = [layout for row in rows for layout in (row.parameter.rest, row.optimizer, row.moment)]
+    if plan.scratch is None and any(layout.tier == "disk" for layout in layouts):
+        raise PlanError("a state is on tier 'disk' and the plan names no folder for it; give scratch=onecopy.Scratch(folder)")
     _number("accumulation", plan.batch.accumulation, _FROM_ONE)
     if plan.clip.max_norm is not None:
         _number("clip to norm", plan.clip.max_norm, _POSITIVE)

@@ -148,6 +148,26 @@ class FlatLayout:
         return min(piece * self.shard, self.numel), min((piece + 1) * self.shard, self.numel)
 
 
+@dataclass(frozen=True)
+class Grid:
+    """``numel`` elements of a flat state in tiles of ``tile`` elements (the last may be short), lent one at a time."""
+
+    numel: int
+    tile: int
+
+    @cached_property
+    def count(self) -> int:
+        return -(-self.numel // self.tile)
+
+    def bounds(self, index: int) -> tuple[int, int]:
+        """Elements ``[low, high)`` of tile ``index``."""
+        return index * self.tile, min((index + 1) * self.tile, self.numel)
+
+    def meets(self, low: int, high: int) -> range:
+        """The tiles that ``[low, high)`` lies in."""
+        return range(low // self.tile, -(-high // self.tile)) if low < high else range(0)
+
+
 def flatten(params: Sequence[ParamFact], pieces: int) -> FlatLayout:
     """Lay ``params`` side by side.
 

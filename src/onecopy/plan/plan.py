@@ -11,10 +11,11 @@ from dataclasses import dataclass, field, fields, is_dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any
 
-from onecopy.plan.layout import Layout, Mesh, Tier
+from onecopy.plan.layout import Layout, Mesh
 
 __all__ = [
     "Batch",
+    "Caps",
     "Clip",
     "LossScale",
     "Plan",
@@ -22,6 +23,7 @@ __all__ = [
     "Recipe",
     "Row",
     "Rule",
+    "Scratch",
     "State",
     "StepPolicy",
     "Units",
@@ -48,12 +50,19 @@ class Wire:
 
 @dataclass(frozen=True)
 class Row:
-    """Layouts of one parameter's states. ``optimizer`` holds the master weights and the moments."""
+    """Layouts of one parameter's states. ``optimizer`` is that of the master weights, and of the moments too unless
+    ``moments`` gives them another tier or codec."""
 
     parameter: State
     gradient: State
     optimizer: Layout
     wire: Wire = Wire()
+    moments: Layout | None = None
+
+    @property
+    def moment(self) -> Layout:
+        """The layout of the moments."""
+        return self.moments if self.moments is not None else self.optimizer
 
 
 @dataclass(frozen=True)
@@ -120,9 +129,34 @@ class Clip:
 
 @dataclass(frozen=True)
 class StepPolicy:
-    """Where the optimizer runs. The unit's shard is the tile in which it proceeds."""
+    """How the optimizer proceeds. It runs where its states rest: on the host for those on host and disk.
 
-    on: Tier = "device"
+    ``tile``: elements stepped at a time (None: a whole unit on the device; off it a size that stays in the processor's
+    cache or makes a good disk request). ``ratio``: share of the elements whose optimizer states and gradients obey a
+    layout off the device; those of the other units, the first ones, stay on it (Offload++'s twin flow).
+    """
+
+    tile: int | None = None
+    ratio: float = 1.0
+
+
+@dataclass(frozen=True)
+class Scratch:
+    """The disk tier: files of one run in ``folder``, removed when it ends. ``staging``: bytes of host memory, at most,
+    that reads and writes pass through; ``block``: bytes of a request; ``threads``: requests under way at a time."""
+
+    folder: str
+    staging: int = 128 << 20
+    block: int = 1 << 20
+    threads: int = 2
+
+
+@dataclass(frozen=True)
+class Caps:
+    """Bytes that the engine's own buffers may take on each rank, at most; None: what there is."""
+
+    device: int | None = None
+    host: int | None = None
 
 
 @dataclass(frozen=True)
@@ -159,6 +193,8 @@ class Plan:
     batch: Batch = Batch()
     clip: Clip = Clip()
     step: StepPolicy = StepPolicy()
+    scratch: Scratch | None = None
+    caps: Caps = Caps()
     units: Units = Units()
     optimizer: Recipe | None = None
     scheduler: Recipe | None = None

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import difflib
-from dataclasses import fields
+from collections.abc import Callable
+from dataclasses import fields, replace
 from typing import Any
 
 from onecopy.errors import PlanError
-from onecopy.plan.layout import WITHIN, Layout
-from onecopy.plan.plan import Batch, Clip, LossScale, Plan, Precision, Row, Rule, State, Units
+from onecopy.plan.layout import WITHIN, Layout, Tier
+from onecopy.plan.plan import Batch, Clip, LossScale, Plan, Precision, Row, Rule, Scratch, State, Units
 
-__all__ = ["DTYPES", "hsdp", "mics", "stage"]
+__all__ = ["DTYPES", "hsdp", "infinity", "low_precision", "mics", "offload", "stage"]
 
 _FULL, _CUT = Layout(), Layout(shards=WITHIN)
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
@@ -86,3 +87,52 @@ def hsdp(*, shard: int, number: int = 3, **options: Any) -> Plan:
 def mics(*, shard: int, **options: Any) -> Plan:
     """MiCS (Zhang et al. 2022): :func:`hsdp` at stage 3 under its other name."""
     return hsdp(shard=shard, **options)
+
+
+def _each_row(plan: Plan, change: Callable[[Row], Row]) -> Plan:
+    return plan.with_(rules=tuple(Rule(rule.pattern, change(rule.row)) for rule in plan.rules))
+
+
+def offload(
+    plan: Plan,
+    optimizer: Tier = "host",
+    parameter: Tier = "device",
+    *,
+    ratio: float = 1.0,
+    scratch: Scratch | str | None = None,
+) -> Plan:
+    """ZeRO-Offload (Ren et al. 2021) and ZeRO-Infinity (Rajbhandari et al. 2021): ``plan`` with the optimizer's states
+    and the step on the host, or the states on disk; sharded gradients go to the host as they are reduced. ``parameter``:
+    where sharded parameters (stage 3) rest. ``ratio``: the share of the elements that this holds for (Offload++), the
+    rest is stepped on the device. ``scratch``: folder of the disk tier.
+    """
+    gradient: Tier = "device" if optimizer == "device" else "host"
+
+    def change(row: Row) -> Row:
+        sums = replace(row.gradient.rest, tier=gradient if row.gradient.rest.shards else "device")
+        rest, held = replace(row.parameter.rest, tier=parameter), row.parameter.held
+        held = replace(held, tier=parameter if held.shards else "device")
+        moments = replace(row.moments, tier=optimizer) if row.moments is not None else None
+        states = replace(row.optimizer, tier=optimizer)
+        return replace(row, parameter=State(rest, held), gradient=State(sums, sums), optimizer=states, moments=moments)
+
+    where = Scratch(scratch) if isinstance(scratch, str) else scratch
+    return _each_row(plan, change).with_(step=replace(plan.step, ratio=ratio), scratch=where or plan.scratch)
+
+
+def infinity(scratch: Scratch | str, **options: Any) -> Plan:
+    """ZeRO-Infinity with everything on disk: ``stage(3)`` whose parameters and optimizer states are in files."""
+    return offload(stage(3, **options), "disk", "disk", scratch=scratch)
+
+
+def low_precision(plan: Plan, moments: str = "int8", master: str | None = None) -> Plan:
+    """``plan`` with moments that rest in ``"bfloat16_sr"`` (rounded stochastically), ``"int8"`` (Dettmers et al. 2022) or
+    ``"int4"`` (Li et al. 2023), computed with in float32. ``master="bfloat16_sr"``: parameters in bfloat16 are stepped
+    where they rest, rounded stochastically, without master weights beside them.
+    """
+
+    def change(row: Row) -> Row:
+        layout = replace(row.optimizer, codec=master)
+        return replace(row, optimizer=layout, moments=replace(row.moment, codec=moments))
+
+    return _each_row(plan, change)

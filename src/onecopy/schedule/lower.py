@@ -7,31 +7,36 @@ that makes it necessary.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
-from onecopy.plan.layout import FlatLayout, Layout, Mesh, ParamFact, UnitFact, flatten
-from onecopy.plan.plan import Plan, Precision, Row
+from onecopy.plan.layout import FlatLayout, Grid, Layout, Mesh, ParamFact, Tier, UnitFact, flatten
+from onecopy.plan.plan import Plan, Precision, Row, State, StepPolicy
 from onecopy.schedule.ops import Event, Group, Op
 
-__all__ = ["Buffer", "Facts", "Schedule", "lower"]
+__all__ = ["TILE", "Buffer", "Facts", "Schedule", "lower"]
 
 _LOW = ("bfloat16", "float16")
+# Elements stepped at a time where the plan does not say. On the host a tile's gradient is cast, used and its weights are
+# rounded while they are in the cache; a tile on disk is a request per state that is worth its seek.
+TILE: dict[Tier, int] = {"device": 1 << 22, "host": 1 << 18, "disk": 1 << 20}
+# Tiles are multiples of this many elements, so that they begin on the blocks of disks and of every codec.
+_TILE_UNIT = 2048
 
 
 @dataclass(frozen=True)
 class Facts:
     """What lowering must know beside the plan.
 
-    ``moments``: the codec of each optimizer state tensor that has one element per weight (None: that of the weight it
-    steps). ``staging``: the backend receives a reduce's peers into a buffer of its own before it sums them (point to
+    ``moments``: name and codec of each optimizer state tensor that has one element per weight (None: that of the weight
+    it steps). ``staging``: the backend receives a reduce's peers into a buffer of its own before it sums them (point to
     point exchange) instead of inside the collective. ``exchange``: bytes of buffers that the backend keeps for its
     messages.
     """
 
     units: tuple[UnitFact, ...]
     mesh: Mesh
-    moments: tuple[str | None, ...] = ()
+    moments: tuple[tuple[str, str | None], ...] = ()
     staging: bool = False
     exchange: int = 0
 
@@ -48,6 +53,7 @@ class Buffer:
     layout: FlatLayout
     mesh: Mesh
     precision: Precision
+    step: StepPolicy
 
     @property
     def name(self) -> str:
@@ -57,26 +63,36 @@ class Buffer:
         """Does ``layout`` leave this rank with less than the whole on this mesh?"""
         return self.mesh.size(layout.shards) > 1
 
+    def away(self, layout: Layout) -> bool:
+        """Does ``layout`` leave less than the whole on the device?"""
+        return self.cut(layout) or layout.tier != "device"
+
     # Asked for every unit in every pass, so kept.
     @cached_property
-    def parameter_cut(self) -> bool:
-        """Does this rank keep less than the whole parameter between uses?"""
-        return self.cut(self.row.parameter.rest)
+    def parameter_away(self) -> bool:
+        """Does less than the whole parameter rest on the device, so that it is gathered for use and freed after?"""
+        return self.away(self.row.parameter.rest)
 
     @cached_property
-    def gradient_cut(self) -> bool:
-        """Does this rank keep less than the whole gradient between micro-batches?"""
-        return self.cut(self.row.gradient.rest)
+    def gradient_away(self) -> bool:
+        """Does less than the whole gradient stay on the device between micro-batches?"""
+        return self.away(self.row.gradient.rest)
 
     @cached_property
     def master(self) -> str | None:
-        """Codec of the master weights; None when the parameter is precise enough to be its own."""
-        return self.precision.master if self.trainable and self.dtype in _LOW else None
+        """Codec of the master weights; None when the optimizer steps the parameter where it rests: it is precise enough
+        (or rounded with care, see ``Row.optimizer.codec``), and on the optimizer's tier."""
+        rounded = self.dtype in _LOW and self.row.optimizer.codec is None and self.precision.master is not None
+        if not self.trainable or self.row.optimizer.codec is not None:
+            return None
+        if rounded:
+            return self.precision.master
+        return self.dtype if self.row.optimizer.tier != self.row.parameter.rest.tier else None
 
     @property
     def weight(self) -> str:
-        """Codec of the tensor the optimizer steps."""
-        return self.master or self.dtype
+        """Dtype in which the optimizer steps."""
+        return "float32" if self.row.optimizer.codec is not None else self.master or self.dtype
 
     @property
     def reduce_codec(self) -> str:
@@ -86,6 +102,33 @@ class Buffer:
     def accumulate_codec(self) -> str:
         """Codec of a gradient that something is added to."""
         return (self.precision.accumulate or self.dtype) if self.dtype in _LOW else self.dtype
+
+    @cached_property
+    def tiled(self) -> bool:
+        """Is the buffer stepped tile by tile, rather than with its unit?"""
+        return self.row.optimizer.tier != "device" or self.moments_away or self.steps_encoded or self.step.tile is not None
+
+    @property
+    def moments_away(self) -> bool:
+        """Do the moments rest where, or as, the optimizer cannot compute with them?"""
+        return self.row.moment.tier == "disk" or self.row.moment.codec is not None
+
+    @property
+    def steps_encoded(self) -> bool:
+        """Is the parameter itself the master, decoded for the step and rounded after it?"""
+        return self.row.optimizer.codec is not None
+
+    def tile(self) -> int:
+        """Elements of a tile."""
+        tiers = (self.row.optimizer.tier, self.row.moment.tier)
+        tier: Tier = "disk" if "disk" in tiers else "host" if "host" in tiers else "device"
+        wanted = self.step.tile if self.step.tile is not None else TILE[tier]
+        return -(-wanted // _TILE_UNIT) * _TILE_UNIT
+
+    def grid(self) -> Grid:
+        """The tiles of what this rank steps; one where it is stepped with its unit."""
+        elements = self.elements(self.row.optimizer)
+        return Grid(elements, self.tile() if self.tiled else max(elements, 1))
 
     def elements(self, layout: Layout) -> int:
         """Elements this rank holds of a state with ``layout``, padding included."""
@@ -115,7 +158,8 @@ def lower(plan: Plan, facts: Facts) -> Schedule:
     ``grads_ready`` holds what happens when a unit's gradients are complete in a micro-batch that does not end in a
     step, ``boundary`` the same for the one that does.
     """
-    buffers = tuple(buffer for unit in facts.units for buffer in _buffers(unit, plan, facts.mesh))
+    stays = _staying(plan, facts.units)
+    buffers = tuple(buffer for unit in facts.units for buffer in _buffers(unit, plan, facts.mesh, unit.name in stays))
     ops: dict[tuple[str, Event], tuple[Op, ...]] = {}
     for unit in facts.units:
         events: dict[Event, list[Op]] = {}
@@ -129,14 +173,36 @@ def lower(plan: Plan, facts: Facts) -> Schedule:
     return Schedule(plan, facts, buffers, ops, _lower_vote(buffers, len(facts.units), facts.mesh))
 
 
-def _buffers(unit: UnitFact, plan: Plan, mesh: Mesh) -> list[Buffer]:
+def _staying(plan: Plan, units: Sequence[UnitFact]) -> frozenset[str]:
+    """Units whose optimizer stays on the device under ``plan.step.ratio``: the first ones, as the last have their
+    gradients first and the host can begin with them."""
+    sizes = {unit.name: sum(param.numel for param in unit.params if param.trainable) for unit in units}
+    goes, wanted = 0, plan.step.ratio * sum(sizes.values())
+    stays = set(sizes)
+    for name in reversed(sizes):
+        if goes >= wanted:
+            break
+        goes += sizes[name]
+        stays.discard(name)
+    return frozenset(stays)
+
+
+def _on_device(row: Row) -> Row:
+    """``row`` with the optimizer's states and the gradient on the device."""
+    gradient = State(replace(row.gradient.rest, tier="device"), replace(row.gradient.held, tier="device"))
+    moments = replace(row.moments, tier="device") if row.moments is not None else None
+    return replace(row, gradient=gradient, optimizer=replace(row.optimizer, tier="device"), moments=moments)
+
+
+def _buffers(unit: UnitFact, plan: Plan, mesh: Mesh, stays: bool) -> list[Buffer]:
     kinds: dict[tuple[str, bool, Row], list[ParamFact]] = {}
     for param in unit.params:
         if param.numel == 0:
             continue  # nothing to keep, send or step
-        kinds.setdefault((param.dtype, param.trainable, plan.row(param.name)), []).append(param)
+        row = plan.row(param.name)
+        kinds.setdefault((param.dtype, param.trainable, _on_device(row) if stays else row), []).append(param)
     return [
-        Buffer(unit.name, index, dtype, trainable, row, flatten(params, mesh.within), mesh, plan.precision)
+        Buffer(unit.name, index, dtype, trainable, row, flatten(params, mesh.within), mesh, plan.precision, plan.step)
         for index, ((dtype, trainable, row), params) in enumerate(kinds.items())
     ]
 
@@ -148,15 +214,17 @@ def _peers(buffer: Buffer, elements: int) -> int:
 
 def _lower_parameter(buffer: Buffer, events: dict[Event, list[Op]]) -> None:
     states = buffer.row.parameter
-    if not buffer.cut(states.rest):
+    if not buffer.parameter_away:
         return
     elements, codec = buffer.layout.padded, buffer.row.wire.gather or buffer.dtype
-    gather = Op("gather", "parameter", buffer.name, elements, codec, _peers(buffer, elements), "within")
+    group: Group = "within" if buffer.mesh.within > 1 else "none"
+    # What rests off the device comes from its tier first, this rank's shard of it.
+    gather = Op("gather", "parameter", buffer.name, elements, codec, _peers(buffer, elements), group, states.rest.tier)
     free = Op("free", "parameter", buffer.name, elements, codec)
-    # Cut at rest, whole in use: gathered before the first use of the step.
+    # Less than whole at rest, whole in use: gathered before the first use of the step.
     events.setdefault("pre_forward", []).append(gather)
-    if buffer.cut(states.held):
-        # Cut between uses too: given back after forward, gathered once more for backward.
+    if buffer.away(states.held):
+        # Between uses too: given back after forward, gathered once more for backward.
         events.setdefault("post_forward", []).append(free)
         events.setdefault("pre_backward", []).append(gather)
     for event in ("grads_ready", "boundary"):
@@ -168,17 +236,18 @@ def _lower_gradient(buffer: Buffer, plan: Plan, events: dict[Event, list[Op]]) -
     whole, codec = buffer.layout.padded, buffer.reduce_codec
     # What sums are kept in once they are reduced: micro-batches add up in the accumulation codec.
     held = codec if plan.batch.accumulation == 1 else buffer.accumulate_codec
-    alone = plan.batch.accumulation == 1 or buffer.cut(rest)
+    alone = plan.batch.accumulation == 1 or buffer.gradient_away
     # A whole gradient that several micro-batches add to is held in the accumulation codec, one that is reduced at
     # once in the codec it is sent in.
     fill = Op("fill", "gradient", buffer.name, whole, codec if alone else buffer.accumulate_codec)
     events.setdefault("grads_arrive", []).append(fill)
-    if mesh.world == 1:
+    if mesh.world == 1 and not buffer.gradient_away:
         return
-    reduce = Op("reduce", "gradient", buffer.name, whole, codec, _peers(buffer, whole), "within")
-    if mesh.within > 1:
-        if buffer.cut(rest):
-            # Cut between micro-batches: every backward reduces, the sum is kept as a shard.
+    group: Group = "within" if mesh.within > 1 else "none"
+    reduce = Op("reduce", "gradient", buffer.name, whole, codec, _peers(buffer, whole), group, rest.tier)
+    if mesh.within > 1 or buffer.gradient_away:
+        if buffer.gradient_away:
+            # Away between micro-batches: every backward reduces, and the sum is kept as a shard on its tier.
             _before_free(events, "grads_ready", reduce)
         # Whole between micro-batches: they add up locally and one reduce at the boundary serves them all.
         _before_free(events, "boundary", reduce)
@@ -202,9 +271,9 @@ def _lower_step(buffer: Buffer, events: dict[Event, list[Op]]) -> None:
     optimizer, parameter = buffer.row.optimizer, buffer.row.parameter.rest
     piece = buffer.elements(optimizer)
     listed = events.setdefault("step", [])
-    listed.append(Op("step", "master", buffer.name, piece, buffer.weight))
+    listed.append(Op("step", "master", buffer.name, piece, buffer.weight, tier=optimizer.tier))
     if buffer.master is not None:
-        listed.append(Op("encode", "parameter", buffer.name, piece, buffer.dtype))
+        listed.append(Op("encode", "parameter", buffer.name, piece, buffer.dtype, tier=buffer.row.parameter.rest.tier))
     if buffer.cut(optimizer) and not buffer.cut(parameter):
         # Stepped in pieces but whole at rest: each rank's piece goes to all.
         whole, codec = buffer.layout.padded, buffer.row.wire.gather or buffer.dtype

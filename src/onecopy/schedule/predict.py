@@ -7,36 +7,122 @@ takes it away changes what is live.
 from __future__ import annotations
 
 from collections import defaultdict, deque
+from collections.abc import Iterator, Sequence
 from typing import Any
+from zlib import crc32
 
-from onecopy.plan.layout import itemsize
+import torch
+
+from onecopy import codecs
+from onecopy.errors import PlanError
+from onecopy.plan.layout import Layout, Tier, itemsize
+from onecopy.plan.plan import Plan
 from onecopy.schedule.lower import Buffer, Schedule
 from onecopy.schedule.ops import Event, Op
 
-__all__ = ["predict", "resident", "traffic"]
+__all__ = ["check_caps", "moment_codecs", "predict", "resident", "scratch_bytes", "traffic", "uses_disk"]
 
 Bytes = dict[str, int]
+TIERS: tuple[Tier, ...] = ("device", "host", "disk")
+# Tiles of states on disk, or encoded, begin on blocks of a disk.
+BLOCK = 4096
 
 
-def resident(schedule: Schedule, piece: int) -> Bytes:
-    """Bytes that rank ``piece`` of a group holds at the end of a window's last backward pass, by kind."""
-    kinds: Bytes = {"parameter": 0, "gradient": 0, "master": 0, "moments": 0}
+def resident(schedule: Schedule, piece: int) -> dict[Tier, Bytes]:
+    """Bytes that rank ``piece`` of a group holds at the end of a window's last backward pass, by tier and kind."""
+    tiers: dict[Tier, Bytes] = {
+        tier: {"parameter": 0, "gradient": 0, "master": 0, "moments": 0} for tier in TIERS
+    }
     for buffer in schedule.buffers:
         row = buffer.row
-        kinds["parameter"] += buffer.elements(row.parameter.rest) * itemsize(buffer.dtype)
+        tiers[row.parameter.rest.tier]["parameter"] += _parameter(buffer)
         if not buffer.trainable:
             continue
-        kinds["gradient"] += buffer.elements(row.gradient.rest) * itemsize(gradient_codec(schedule, buffer))
+        gradient = buffer.elements(row.gradient.rest) * itemsize(gradient_codec(schedule, buffer))
+        tiers[row.gradient.rest.tier]["gradient"] += gradient
         if buffer.master is not None:
-            kinds["master"] += buffer.elements(row.optimizer) * itemsize(buffer.master)
-        kinds["moments"] += moments(schedule, buffer, piece)
-    return kinds
+            tiers[row.optimizer.tier]["master"] += _held(buffer, row.optimizer.tier, buffer.master, None)
+        tiers[row.moment.tier]["moments"] += moments(schedule, buffer, piece)
+    used = {tier for tier in TIERS if tier == "device" or any(tiers[tier].values())}
+    return {tier: kinds for tier, kinds in tiers.items() if tier in used}
+
+
+def _parameter(buffer: Buffer) -> int:
+    rest = buffer.row.parameter.rest
+    if rest.tier != "disk":
+        return buffer.elements(rest) * itemsize(buffer.dtype)
+    return _tiles(buffer.layout.shard, buffer.tile(), buffer.dtype, None)
+
+
+def _held(buffer: Buffer, tier: Tier, codec: str, encoded: codecs.Codec | None) -> int:
+    """Bytes of a state over what the optimizer steps."""
+    if tier != "disk" and encoded is None:
+        return buffer.elements(buffer.row.optimizer) * itemsize(codec)
+    grid = buffer.grid()
+    return _tiles(grid.numel, grid.tile, codec, encoded)
+
+
+def _tiles(elements: int, tile: int, codec: str, encoded: codecs.Codec | None) -> int:
+    return codecs.stride(tile, getattr(torch, codec), encoded, BLOCK) * -(-elements // tile)
+
+
+def moment_codecs(
+    facts: Sequence[tuple[str, str | None]], layout: Layout, buffer: str = ""
+) -> Iterator[tuple[str, str | None, codecs.Codec | None]]:
+    """Of every moment of ``buffer``: its name, its dtype in computation (None: the weight's), and the codec it rests in
+    (None: as it is), which rounds alike on ranks that hold copies."""
+    for name, own in facts:
+        if layout.codec is None:
+            yield name, own, None
+        else:
+            seed = crc32(f"{buffer}.{name}".encode())
+            yield name, own, codecs.resolve(layout.codec, name in codecs.NONNEGATIVE, seed)
 
 
 def moments(schedule: Schedule, buffer: Buffer, piece: int) -> int:
-    """Bytes of the optimizer's per-element states; padding has none."""
+    """Bytes of the optimizer's per-element states. Those that the optimizer keeps itself have no padding."""
+    layout = buffer.row.moment
+    found = moment_codecs(schedule.facts.moments, layout)
+    if buffer.moments_away:
+        return sum(_held(buffer, layout.tier, own or buffer.weight, coded) for _, own, coded in found)
     low, high = buffer.layout.bounds(piece) if buffer.cut(buffer.row.optimizer) else (0, buffer.layout.numel)
-    return sum((high - low) * itemsize(codec or buffer.weight) for codec in schedule.facts.moments)
+    return sum((high - low) * itemsize(own or buffer.weight) for _, own, _ in found)
+
+
+def uses_disk(schedule: Schedule) -> bool:
+    """Does anything rest on disk?"""
+    rows = [buffer.row for buffer in schedule.buffers]
+    return any("disk" in (row.parameter.rest.tier, row.optimizer.tier, row.moment.tier) for row in rows)
+
+
+def scratch_bytes(schedule: Schedule) -> int:
+    """Bytes of host memory that the disk's reads and writes pass through."""
+    scratch = schedule.plan.scratch
+    return scratch.staging if scratch is not None and uses_disk(schedule) else 0
+
+
+def check_caps(predicted: dict[str, Any], plan: Plan) -> None:
+    """Raise :class:`PlanError` when the predicted peak of a tier is above its cap, with what takes the memory."""
+    problems = []
+    for tier, cap in (("device", plan.caps.device), ("host", plan.caps.host)):
+        peak = predicted["peak"].get(tier, {})
+        total = peak.get("total", 0)
+        if cap is None or total <= cap:
+            continue
+        kinds = sorted(((size, kind) for kind, size in peak.items() if kind != "total"), reverse=True)
+        largest = ", ".join(f"{kind} {size:,}" for size, kind in kinds[:4])
+        problems.append(
+            f"the plan needs {total:,} bytes of {tier} memory on this rank and the cap is {cap:,}; largest: {largest}. "
+            f"{_ADVICE[tier]}, or raise the cap"
+        )
+    if problems:
+        raise PlanError("; ".join(problems))
+
+
+_ADVICE = {
+    "device": "Move the optimizer's states and gradients to the host, or at stage 3 the parameters too",
+    "host": "Move the optimizer's states to disk, use more ranks at a sharded stage, or a smaller staging memory",
+}
 
 
 def gradient_codec(schedule: Schedule, buffer: Buffer) -> str:
@@ -68,26 +154,32 @@ def _add(total: dict[str, dict[str, Any]], op: Op, times: int) -> None:
 
 
 def predict(schedule: Schedule, piece: int = 0) -> dict[str, Any]:
-    """``{"resident": {"device": {kind: bytes}}, "peak": {"device": {"total": bytes, kind: bytes}},
+    """``{"resident": {tier: {kind: bytes}}, "peak": {tier: {"total": bytes, kind: bytes}},
     "collectives": {kind: {"count", "elements", "bytes", "group"}}}`` for one rank and one optimizer step."""
     at_rest = resident(schedule, piece)
-    walk = _Walk(schedule, {**at_rest, "gradient": 0, "exchange buffer": schedule.facts.exchange})
+    walk = _Walk(schedule, at_rest)
     walk.step()
-    return {
-        "resident": {"device": at_rest},
-        "peak": {"device": {"total": walk.peak_total, **{k: v for k, v in walk.peak.items() if v}}},
-        "collectives": traffic(schedule),
+    peak = {
+        tier: {"total": walk.peak_total[tier], **{kind: size for kind, size in kinds.items() if size}}
+        for tier, kinds in walk.peak.items()
+        if tier in at_rest or walk.peak_total[tier]
     }
+    return {"resident": at_rest, "peak": peak, "collectives": traffic(schedule)}
 
 
 class _Walk:
     """One optimizer step, unit by unit, counting bytes."""
 
-    def __init__(self, schedule: Schedule, live: Bytes) -> None:
+    def __init__(self, schedule: Schedule, at_rest: dict[Tier, Bytes]) -> None:
         self._schedule = schedule
-        self._live: Bytes = defaultdict(int, live)
-        self.peak: Bytes = dict(live)
-        self.peak_total = sum(live.values())
+        self._live: dict[Tier, Bytes] = {tier: defaultdict(int) for tier in TIERS}
+        self.peak: dict[Tier, Bytes] = {tier: {} for tier in TIERS}
+        self.peak_total: dict[Tier, int] = dict.fromkeys(TIERS, 0)
+        for tier, kinds in at_rest.items():
+            for kind, size in kinds.items():
+                self._count(kind, 0 if kind == "gradient" else size, tier)
+        self._count("exchange buffer", schedule.facts.exchange)
+        self._count("staging", scratch_bytes(schedule), "host")
         self._units = [unit.name for unit in schedule.facts.units]
         self._spans = [unit.name for unit in schedule.facts.units if unit.spans]
         self._gathered: set[str] = set()
@@ -95,10 +187,11 @@ class _Walk:
         self._kept: set[str] = set()
         self._flying: deque[str] = deque()
 
-    def _count(self, kind: str, size: int) -> None:
-        self._live[kind] += size
-        self.peak[kind] = max(self.peak.get(kind, 0), self._live[kind])
-        self.peak_total = max(self.peak_total, sum(self._live.values()))
+    def _count(self, kind: str, size: int, tier: Tier = "device") -> None:
+        live, peak = self._live[tier], self.peak[tier]
+        live[kind] += size
+        peak[kind] = max(peak.get(kind, 0), live[kind])
+        self.peak_total[tier] = max(self.peak_total[tier], sum(live.values()))
 
     def step(self) -> None:
         micro = self._schedule.plan.batch.accumulation
@@ -166,8 +259,10 @@ class _Walk:
         buffers = [buffer for buffer in self._schedule.of(unit) if buffer.trainable]
         ahead = self._schedule.plan.units.reduce_ahead
         for buffer in buffers:
-            while len(self._flying) > ahead:
-                self._land(event)
+            if buffer.gradient_away or buffer.name not in self._kept:
+                # A new buffer waits for the one before it; one that micro-batches added up in is there already.
+                while len(self._flying) > ahead:
+                    self._land(event)
             self._fill(buffer)
         reduces = {op.buffer for op in self._schedule.at(unit, event) if op.kind == "reduce"}
         for buffer in buffers:
@@ -181,25 +276,26 @@ class _Walk:
         self._free(unit, event)
 
     def _fill(self, buffer: Buffer) -> None:
-        cut = buffer.cut(buffer.row.gradient.rest)
-        codec = buffer.reduce_codec if cut else gradient_codec(self._schedule, buffer)
-        if not cut:
+        away = buffer.gradient_away
+        codec = buffer.reduce_codec if away else gradient_codec(self._schedule, buffer)
+        if not away:
             if buffer.name in self._kept:
                 return
             self._kept.add(buffer.name)
-        self._count("reduce buffer" if cut else "gradient", buffer.layout.padded * itemsize(codec))
+        self._count("reduce buffer" if away else "gradient", buffer.layout.padded * itemsize(codec))
 
     def _hold(self, buffer: Buffer) -> None:
-        """The shard that a cut gradient is summed in, from its first reduction to the step."""
-        if buffer.cut(buffer.row.gradient.rest) and buffer.name not in self._kept:
+        """The shard that a gradient which is away is summed in, from its first reduction to the step."""
+        if buffer.gradient_away and buffer.name not in self._kept:
             self._kept.add(buffer.name)
-            self._count("gradient", buffer.layout.shard * itemsize(gradient_codec(self._schedule, buffer)))
+            size = buffer.layout.shard * itemsize(gradient_codec(self._schedule, buffer))
+            self._count("gradient", size, buffer.row.gradient.rest.tier)
 
     def _transit(self, buffer: Buffer) -> int:
         """What a reduction holds beside the fill buffer: the peers' pieces, and a copy in the wire's codec."""
         wire = itemsize(buffer.reduce_codec)
-        cut = buffer.cut(buffer.row.gradient.rest)
-        encoded = 0 if cut or gradient_codec(self._schedule, buffer) == buffer.reduce_codec else buffer.layout.padded
+        narrow = buffer.gradient_away or gradient_codec(self._schedule, buffer) == buffer.reduce_codec
+        encoded = 0 if narrow else buffer.layout.padded
         staged = buffer.layout.padded - buffer.layout.shard if self._schedule.facts.staging else 0
         return (encoded + staged) * wire
 
@@ -210,19 +306,34 @@ class _Walk:
             if buffer.name in reduces:
                 filled = buffer.layout.padded * itemsize(buffer.reduce_codec)
                 self._count("reduce buffer", -self._transit(buffer))
-                if buffer.cut(buffer.row.gradient.rest):
+                if buffer.gradient_away:
                     self._count("reduce buffer", -filled)
 
     # Step
 
     def _step_unit(self, buffers: list[Buffer]) -> None:
         codecs = {buffer.name: gradient_codec(self._schedule, buffer) for buffer in buffers}
+        together = [buffer for buffer in buffers if not buffer.tiled]
         cast = sum(
             buffer.elements(buffer.row.optimizer) * itemsize(buffer.weight)
-            for buffer in buffers
+            for buffer in together
             if codecs[buffer.name] != buffer.weight
         )
         self._count("workspace", cast)
         self._count("workspace", -cast)
-        for buffer in buffers:
-            self._count("gradient", -buffer.elements(buffer.row.gradient.rest) * itemsize(codecs[buffer.name]))
+        for buffer in (*together, *(buffer for buffer in buffers if buffer.tiled)):
+            if buffer.tiled:
+                self._step_tiles(buffer, codecs[buffer.name])
+            size = buffer.elements(buffer.row.gradient.rest) * itemsize(codecs[buffer.name])
+            self._count("gradient", -size, buffer.row.gradient.rest.tier)
+
+    def _step_tiles(self, buffer: Buffer, codec: str) -> None:
+        """A tile's gradient in the weights' dtype, and its states decoded."""
+        tier: Tier = "device" if buffer.row.optimizer.tier == "device" else "host"
+        grid = buffer.grid()
+        values = min(grid.tile, grid.numel) * itemsize(buffer.weight)
+        same = codec == buffer.weight and (buffer.row.gradient.rest.tier == tier)
+        decoded = sum(coded is not None for _, _, coded in moment_codecs(self._schedule.facts.moments, buffer.row.moment))
+        work = values * ((not same) + decoded + buffer.steps_encoded)
+        self._count("workspace", work, tier)
+        self._count("workspace", -work, tier)

@@ -1,4 +1,4 @@
-"""The device tier: memory of the device that computes, with every owned byte on one account."""
+"""Memory tiers: the device that computes and the host, each with every owned byte on one account."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from collections.abc import Callable
 
 import torch
 
-__all__ = ["DeviceMemory", "give_back_freed_memory", "keep_freed_memory"]
+from onecopy.errors import MemoryCapError
+
+__all__ = ["Memory", "give_back_freed_memory", "keep_freed_memory"]
 
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3
 
@@ -48,22 +50,32 @@ def _libc(name: str) -> Callable[..., int] | None:
     return found
 
 
-class DeviceMemory:
-    """Allocates the engine's buffers and keeps the account of them by kind: bytes live now and at their peak.
+class Memory:
+    """Allocates the engine's buffers on one tier and keeps the account of them by kind: bytes live now and at their peak.
 
     Kinds are those of ``Engine.predicted()``: parameter, gradient, master, moments, gather buffer, reduce buffer,
-    workspace.
+    workspace, staging. ``cap``: bytes that may be live at a time. Host memory beside an accelerator is pinned, so that
+    copies run beside computation.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, tier: str, device: torch.device, cap: int | None = None, pinned: bool = False) -> None:
+        self.tier = tier
         self.device = device
+        self.cap = cap
+        self.pinned = pinned
         self.live: dict[str, int] = defaultdict(int)
         self.peak: dict[str, int] = defaultdict(int)
         self.total = 0
         self.peak_total = 0
 
     def count(self, kind: str, size: int) -> None:
-        """``size`` bytes of ``kind`` come to life (negative: go)."""
+        """``size`` bytes of ``kind`` come to life (negative: go). Raises :class:`MemoryCapError` above the cap, with
+        nothing counted."""
+        if self.cap is not None and size > 0 and self.total + size > self.cap:
+            raise MemoryCapError(
+                f"{kind} needs {size:,} bytes of {self.tier} memory beside the {self.total:,} in use, and the cap is "
+                f"{self.cap:,}; raise the cap of the {self.tier}, or move more to the next tier (see docs/offload.md)"
+            )
         self.live[kind] += size
         self.total += size
         if size > 0:
@@ -73,7 +85,7 @@ class DeviceMemory:
     def alloc(self, kind: str, elements: int, dtype: torch.dtype) -> torch.Tensor:
         """An uninitialised flat tensor on the account of ``kind``."""
         self.count(kind, elements * dtype.itemsize)
-        return torch.empty(elements, dtype=dtype, device=self.device)
+        return torch.empty(elements, dtype=dtype, device=self.device, pin_memory=self.pinned)
 
     def drop(self, kind: str, tensor: torch.Tensor) -> None:
         """Take ``tensor`` off the account; its memory goes with the caller's last reference."""
