@@ -83,19 +83,19 @@ def _grads(shapes: Iterable[torch.Tensor], step: int) -> list[torch.Tensor]:
     return [torch.randn(tensor.shape, generator=generator).to(tensor) for tensor in shapes]
 
 
-def probe(optimizer: Optimizer, device: torch.device) -> tuple[tuple[str, str | None], ...]:
+def probe(optimizer: Optimizer, device: torch.device) -> tuple[tuple[str, str | None], ...] | None:
     """Name and codec (None: the weight's own) of the optimizer's per-element states, found by stepping small tensors.
 
     Two matrices are stepped whole and together, their copies cut flat at odd places and one after the other. Raises
     :class:`PlanError` when the results differ: the optimizer looks at more than one element at a time, or at more than
-    one tensor, and cannot be sharded. An optimizer that cannot be made afresh is trusted, with no states known.
+    one tensor, and cannot be sharded. An optimizer that cannot be made afresh is trusted, and None returned.
     """
     start = [torch.linspace(-1, 1, 12, device=device).view(4, 3), torch.linspace(1, 2, 6, device=device).view(2, 3)]
     whole = [nn.Parameter(tensor.clone()) for tensor in start]
     cut = [nn.Parameter(piece.clone()) for tensor in start for piece in tensor.view(-1).split(5)]
     one, other = _sibling(optimizer, list(whole)), _sibling(optimizer, list(cut))
     if one is None or other is None:
-        return ()
+        return None
     try:
         for step in range(3):
             for param, grad in zip(whole, _grads(whole, step), strict=True):

@@ -19,7 +19,7 @@ from onecopy.comm import meeting, watch
 from onecopy.comm.collectives import Edge, Exchange, Message, edge_for
 from onecopy.comm.groups import Ranks, control, ensure_process_group, everybody, form_groups, world_size
 from onecopy.comm.shared import Shelf, open_shared, open_shelf
-from onecopy.engine.deferred import materialise_meta, whole_values
+from onecopy.engine.deferred import Materialise, whole_values
 from onecopy.engine.gathering import Gathering, Others
 from onecopy.engine.gradients import Gradients
 from onecopy.engine.hooks import Hooks
@@ -103,15 +103,11 @@ def build_core(
     meeting.all_or_none(lambda: _refuse_renorm(model))
     _agree(plan, facts, world)
     made = meeting.all_or_none(lambda: _make_optimizer(model, plan, optimizer, facts))
-    if made is not None and _off_device(plan):
-        prefer_fused(made)
     _same_everywhere({"optimizer": _describe_optimizer(made)}, world)
+    moments = meeting.all_or_none(lambda: _moments_of(made, plan, device))
     facts = facts if made is not None else tuple(_forward_only(unit) for unit in facts)
-    steps_on = torch.device("cpu") if _off_device(plan) else device
-    moments = meeting.all_or_none(lambda: probe(made, steps_on) if made is not None else ())
-    mesh = plan.mesh(world)
+    mesh, ledger = plan.mesh(world), Ledger()
     ranks = form_groups(mesh, device)
-    ledger = Ledger()
     across = edge_for(ranks.across, ledger.sent)
     schedule, edges = _make_edges(lower(plan, Facts(facts, mesh, moments)), ranks, ledger)
     number = _engine_number()
@@ -119,8 +115,7 @@ def build_core(
 
     if device.type == "cpu":
         keep_freed_memory(False)  # an earlier engine may have said otherwise
-    if _everywhere_meta(names):
-        materialise_meta(model, device, names)
+    on_meta = _everywhere_meta(names)
     runs = _make_units(schedule, units, names, ranks.piece, edges, tiers, number)
     away = _hold_moments(runs, schedule, tiers)
     if tiers.disk is not None:
@@ -128,7 +123,7 @@ def build_core(
     run = Run(schedule, runs, across, edges.shelf)
     gathering = Gathering(run, Others(number, ledger))
     with run.writing():
-        _adopt(run, gathering, world)
+        _adopt(run, gathering, world, Materialise(model, device, names) if on_meta else None)
     _adopt_rest(model, names, device, dtype, world)
     give_back_freed_memory()
     if device.type == "cpu":
@@ -142,9 +137,8 @@ def build_core(
         stepper = Stepper(run, tiles, ranks, edge_for(control(use=1), ledger.sent), tiers, plan.clip)
         ticker = _make_scheduler(made, scheduler, plan)
     core = Core(plan, schedule, ranks, tiers, ledger, run, gathering, rounds, hooks, made, ticker, tiles, stepper, names)
-    for unit in runs:
-        for weights in unit.weights:
-            weights.core = weakref.ref(core)
+    for weights in (weights for unit in runs for weights in unit.weights):
+        weights.core = weakref.ref(core)
     return core
 
 
@@ -262,6 +256,23 @@ def _make_scheduler(optimizer: Optimizer, scheduler: LRScheduler | SchedulerFact
 
 
 # Construction
+
+
+def _moments_of(made: Optimizer | None, plan: Plan, device: torch.device) -> tuple[tuple[str, str | None], ...]:
+    """What states the optimizer keeps, found where it will run. Raises :class:`PlanError` when they must be known and are
+    not."""
+    if made is None:
+        return ()
+    if _off_device(plan):
+        prefer_fused(made)
+    found = probe(made, torch.device("cpu") if _off_device(plan) else device)
+    rests = [rule.row.moment for rule in plan.rules]
+    if found is None and any(layout.tier == "disk" or layout.codec is not None for layout in rests):
+        raise PlanError(
+            f"{type(made).__name__} cannot be made afresh from its options, so the states it will keep are not known and "
+            "cannot be given room on disk or a codec; keep its moments on 'device' or 'host' as they are"
+        )
+    return found or ()
 
 
 def _off_device(plan: Plan) -> bool:
@@ -412,8 +423,9 @@ def _make_units(
     return runs
 
 
-def _adopt(run: Run, gathering: Gathering, world: int) -> None:
-    """Unit by unit, rank 0's values become everybody's and go to where the plan keeps them."""
+def _adopt(run: Run, gathering: Gathering, world: int, materialise: Materialise | None) -> None:
+    """Unit by unit, rank 0's values become everybody's and go to where the plan keeps them; of a model on the meta device
+    they are made first."""
 
     def agree(whole: torch.Tensor) -> None:
         if world > 1:
@@ -421,6 +433,8 @@ def _adopt(run: Run, gathering: Gathering, world: int) -> None:
                 dist.broadcast(whole.view(torch.uint8), 0, group=everybody(whole.device))
 
     for unit in run.units:
+        if materialise is not None:
+            materialise(param for weights in unit.weights for param in weights.params)
         for weights in unit.weights:
             weights.adopt(whole_values, agree, gathering.demand)
 

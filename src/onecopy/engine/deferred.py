@@ -7,7 +7,7 @@ whole at a time.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -24,7 +24,7 @@ from onecopy.engine.weights import ParameterHome
 from onecopy.errors import EngineError
 from onecopy.tiers.memory import give_back_freed_memory, keep_freed_memory
 
-__all__ = ["BornHome", "deferred", "materialise_meta", "whole_values"]
+__all__ = ["BornHome", "Materialise", "deferred", "whole_values"]
 
 
 class BornHome:
@@ -125,34 +125,52 @@ def deferred(device: torch.device | str | None = None) -> Iterator[None]:
             torch.set_rng_state(own)
 
 
-def materialise_meta(model: nn.Module, device: torch.device, names: dict[nn.Parameter, list[str]]) -> None:
-    """Give a model on the meta device real, sharded, initialised parameters.
+class Materialise:
+    """Gives a model on the meta device real, sharded, initialised parameters, called with those of one unit at a time.
 
-    Each module's ``reset_parameters`` runs in the order in which the modules were built. Raises :class:`EngineError`
-    for modules with parameters or buffers on meta and no such method.
+    Each module's ``reset_parameters`` runs in the order in which the modules were built, once its parameters are asked
+    for: at most one unit is whole in memory. Where modules of different units share a parameter all are made at once, as
+    a later module initialises it again. Raises :class:`EngineError` for modules with parameters or buffers on meta and no
+    such method.
     """
-    lacking = [
-        f"{type(module).__name__} {name!r} ({', '.join(meta)})"
-        for name, module in model.named_modules()
-        if (meta := _on_meta(module)) and not callable(getattr(module, "reset_parameters", None))
-    ]
-    if lacking:
-        raise EngineError(
-            f"on the meta device in modules without a reset_parameters() that would initialise them: "
-            f"{'; '.join(lacking[:5])}. Add one, build the model inside onecopy.deferred(), or load it on rank 0"
-        )
-    for param, known in names.items():
-        if param.device.type == "meta":
-            _cut(param, known[0], device)
-    for module in model.modules():
-        for name, buffer in module.named_buffers(recurse=False):
-            if buffer.device.type == "meta":
-                setattr(module, name, torch.empty_like(buffer, device=device))
-    with torch.no_grad():
-        for module in model.modules():
+
+    def __init__(self, model: nn.Module, device: torch.device, names: dict[nn.Parameter, list[str]]) -> None:
+        lacking = [
+            f"{type(module).__name__} {name!r} ({', '.join(meta)})"
+            for name, module in model.named_modules()
+            if (meta := _on_meta(module)) and not callable(getattr(module, "reset_parameters", None))
+        ]
+        if lacking:
+            raise EngineError(
+                f"on the meta device in modules without a reset_parameters() that would initialise them: "
+                f"{'; '.join(lacking[:5])}. Add one, build the model inside onecopy.deferred(), or load it on rank 0"
+            )
+        self._device = device
+        self._names = names
+        self._modules = list(model.modules())
+        self._together = any(len(known) > 1 for known in names.values())
+        for module in self._modules:
+            for name, buffer in module.named_buffers(recurse=False):
+                if buffer.device.type == "meta":
+                    setattr(module, name, torch.empty_like(buffer, device=device))
+
+    def __call__(self, params: Iterable[nn.Parameter]) -> None:
+        """Make ``params``, which come in the order in which modules register them."""
+        wanted = set(self._names if self._together else params)
+        ready = [param for param in wanted if param.device.type == "meta" and home_of(param) is None]
+        for param in ready:
+            _cut(param, self._names[param][0], self._device)
+        remaining = []
+        for module in self._modules:
+            own = [param for param in module.parameters(recurse=False) if param.numel()]
+            if not own or not wanted.issuperset(own):
+                remaining.append(module)
+                continue
             reset: Any = getattr(module, "reset_parameters", None)
-            if callable(reset) and any(home_of(param) for param in module.parameters(recurse=False)):
-                reset()
+            if callable(reset) and any(home_of(param) for param in own):
+                with torch.no_grad():
+                    reset()
+        self._modules = remaining
 
 
 def _on_meta(module: nn.Module) -> list[str]:

@@ -8,6 +8,7 @@ import torch
 
 from onecopy.comm.collectives import Edge, Message, Pending, land
 from onecopy.schedule.lower import Buffer
+from onecopy.tiers.memory import Memory
 from onecopy.tiers.tiers import Tiers
 
 __all__ = ["Gradients", "Marks"]
@@ -42,9 +43,7 @@ class Gradients:
         self.spec = spec
         self.piece = piece
         self.edge = edge
-        self.memory = tiers.device
-        # Where sums are kept: the tier of what is away.
-        self._home = tiers.memory(spec.row.gradient.rest.tier)
+        self._tiers = tiers
         self.fill: torch.Tensor | None = None
         self.current: torch.Tensor | None = None
         self.total: torch.Tensor | None = None
@@ -75,24 +74,28 @@ class Gradients:
         dtype: torch.dtype = getattr(torch, self.spec.accumulate_codec)
         return dtype
 
+    def _home(self) -> Memory:
+        """Where sums are kept: the tier of what is away."""
+        return self._tiers.memory(self.spec.row.gradient.rest.tier)
+
     # Filling
 
     def open(self, accumulates: bool) -> None:
         """Give the fill buffer memory, in the wire's dtype or, where several gradients add up in it, a wider one."""
         if self.total is not None and self._views_fill(self.total):
             # A second backward after this step's reduction: what is summed already leaves the buffer.
-            kept = self._home.alloc("gradient", self.total.numel(), self.wide)
+            kept = self._home().alloc("gradient", self.total.numel(), self.wide)
             kept.copy_(self.total)
             self._release_fill()
             self.total = kept
         dtype = self.wide if accumulates else self.wire
         if dtype not in self._buffers:
-            flat = torch.empty(self.spec.layout.padded, dtype=dtype, device=self.memory.device)
+            flat = torch.empty(self.spec.layout.padded, dtype=dtype, device=self._tiers.device.device)
             views = [flat[slot.start : slot.stop].view(slot.param.shape) for slot in self.spec.layout.slots]
             flat.untyped_storage().resize_(0)
             self._buffers[dtype] = (flat, views)
         self.fill = self._buffers[dtype][0]
-        self.memory.materialise(self._kind, self.fill)
+        self._tiers.device.materialise(self._kind, self.fill)
         self.filling = True
         self.marks.filled = [False] * len(self.marks.filled)
 
@@ -145,7 +148,7 @@ class Gradients:
         staged = self.spec.layout.padded - self.spec.layout.shard if self.edge is not None and self.edge.staging else 0
         encoded = 0 if source is self.fill else self.spec.layout.padded
         self._transit = (staged + encoded) * self.wire.itemsize
-        self.memory.count("reduce buffer", self._transit)
+        self._tiers.device.count("reduce buffer", self._transit)
         if self.edge is not None:
             self.pending = self.edge.reduce(source, out, self._messages[0], add)
         else:  # one rank: the gradient goes to its tier
@@ -156,7 +159,7 @@ class Gradients:
         assert self.pending is not None
         self.pending.wait()
         self.pending = None
-        self.memory.count("reduce buffer", -self._transit)
+        self._tiers.device.count("reduce buffer", -self._transit)
         if self.away:
             self._release_fill()
 
@@ -193,7 +196,7 @@ class Gradients:
         self.total = self._widened(self.total)
         self.total.add_(summed)
         if self.away:
-            self._home.drop("gradient", summed)
+            self._home().drop("gradient", summed)
         else:
             self._release_fill()
 
@@ -215,7 +218,7 @@ class Gradients:
         """The step is over: nothing of the gradient is kept."""
         for held in (self.current, self.total):
             if held is not None and not self._views_fill(held):
-                self._home.drop("gradient", held)
+                self._home().drop("gradient", held)
         self.current = self.total = None
         self.settled = 0
         self.filling = False
@@ -240,7 +243,7 @@ class Gradients:
         """The shard that sums are kept in: in the wire's dtype while there is one, wider once something is added."""
         if self.current is None:
             dtype = self.wide if accumulates else self.wire
-            self.current = self._home.alloc("gradient", self.spec.layout.shard, dtype)
+            self.current = self._home().alloc("gradient", self.spec.layout.shard, dtype)
         else:
             self.current = self._widened(self.current)
         return self.current
@@ -248,12 +251,12 @@ class Gradients:
     def _widened(self, narrow: torch.Tensor) -> torch.Tensor:
         if narrow.dtype == self.wide:
             return narrow
-        wide = self._home.alloc("gradient", narrow.numel(), self.wide)
+        wide = self._home().alloc("gradient", narrow.numel(), self.wide)
         wide.copy_(narrow)
-        self._home.drop("gradient", narrow)
+        self._home().drop("gradient", narrow)
         return wide
 
     def _release_fill(self) -> None:
         assert self.fill is not None
-        self.memory.vacate(self._kind, self.fill)
+        self._tiers.device.vacate(self._kind, self.fill)
         self.fill = None

@@ -58,9 +58,8 @@ class Weights:
               the whole rests on the device, the storage is freed between uses and filled again in place.
     rest      this rank's elements where they rest, padding included: a view of ``full`` where the parameter
               rests whole on the device, else on its tier; on a shelf where other ranks can read it there.
-    master    higher-precision weights over the optimizer's range, or a copy on the optimizer's tier; None when
-              the parameter is stepped where it rests.
-    state     what the optimizer steps: ``master``, or ``rest``, or all of ``full``.
+    state     what the optimizer steps: master weights, in higher precision or on the optimizer's tier; or, where
+              the parameter is stepped where it rests, ``rest`` or all of ``full``.
     ========  ==========================================================================================
     """
 
@@ -78,11 +77,7 @@ class Weights:
         if self.away:  # or all units' would be there at once until their turn in adopt()
             self.memory.vacate("gather buffer", self.full)
         self.rest = self._make_rest(tiers, dtype)
-        self.master: Held | None = None
-        if spec.master is not None:
-            dtype = getattr(torch, spec.master)
-            self.master = tiers.hold("master", "master", spec.row.optimizer.tier, spec.grid(), dtype)
-        self.state = self.master if self.master is not None else self._make_state(tiers)
+        self.state = self._make_state(tiers)
         self.writes = Writes()
         self._faces: list[Face] = []
         # The engine this buffer belongs to, set when it is complete; weak, so that engines can be collected.
@@ -99,8 +94,11 @@ class Weights:
         return tiers.hold("parameter", "parameter", tier, grid, dtype)
 
     def _make_state(self, tiers: Tiers) -> Held:
-        """The parameter, as what the optimizer steps."""
+        """Master weights, or the parameter itself."""
         spec = self.spec
+        if spec.master is not None:
+            dtype = getattr(torch, spec.master)
+            return tiers.hold("master", "master", spec.row.optimizer.tier, spec.grid(), dtype)
         rests = self.away or spec.cut(spec.row.optimizer)
         if spec.row.optimizer.codec is not None:
             held = self.rest.plain if rests else self.full
@@ -110,6 +108,11 @@ class Weights:
         if not rests:
             return tiers.show(self.full, spec.grid().tile)
         return self.rest if self.rest.plain is None else tiers.show(self.rest.plain, spec.grid().tile)
+
+    @property
+    def master(self) -> Held | None:
+        """The master weights, where there are some beside the parameter."""
+        return self.state if self.spec.master is not None else None
 
     def writing(self) -> AbstractContextManager[None]:
         """Around every change of the shard: on a shelf, other ranks read it."""
