@@ -272,6 +272,8 @@ class Loading:
     def restore(self) -> None:
         """Group options, schedule, loss scale and counters, in the objects that others hold on to."""
         engine, core, manifest = self.engine, self.core, self.manifest
+        if self.optimizer_states and core.stepper is not None:
+            core.stepper.torn = None
         if self.match.same_groups and manifest.optimizer is not None and core.optimizer is not None:
             for group, saved in zip(core.optimizer.param_groups, manifest.optimizer.groups, strict=True):
                 self._restore_options(group, decode(saved.options))

@@ -244,6 +244,12 @@ class Engine(nn.Module):
             raise EngineError("this engine is closed; make another with onecopy.initialize")
 
     def _check_order(self) -> None:
+        torn = self._core.stepper.torn if self._core.stepper is not None else None
+        if torn is not None:
+            raise EngineError(
+                f"the last step was interrupted: {torn}. Some weights are stepped and some are not; load() a checkpoint with "
+                "its optimizer states"
+            )
         if self._core.rounds.interrupted or self._core.rounds.open:
             raise EngineError(
                 "the last backward pass was interrupted, so this window's gradients are incomplete; call "
