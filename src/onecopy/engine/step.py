@@ -92,6 +92,8 @@ class Stepper:
         """This rank's share: the largest element, or the sum of ``|g| ** kind``."""
         if not self._ranks.first_replica:
             return 0.0
+        if self._ranks.device.type != "cpu":
+            torch.accelerator.current_stream().synchronize()  # gradients on their way to the host
         pieces = [piece for gradients in self._buffers if (piece := gradients.mine()).numel()]
         norms = [torch.linalg.vector_norm(piece, kind, dtype=_at_least_fp32(piece.dtype)).double() for piece in pieces]
         if not norms:

@@ -359,7 +359,11 @@ class Weights:
             self.rest.write(low, low + values.numel(), values)
         else:
             start = self.stepped()[0] + low
-            self.full[start : start + values.numel()].copy_(values, non_blocking=True)
+            part = self.full[start : start + values.numel()]
+            if values.device != part.device:
+                # Rounded before it crosses, in pinned memory that torch keeps from reuse until the copy is done.
+                values = torch.empty(part.shape, dtype=part.dtype, pin_memory=True).copy_(values)
+            part.copy_(values, non_blocking=True)
 
     def start_spread(self) -> None:
         """Set the all-gather off that makes every rank's stepped piece whole again, in place."""
