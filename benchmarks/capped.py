@@ -79,7 +79,8 @@ def main() -> None:
     states = sum(sum(kinds.values()) for kinds in engine.measured()["resident"].values())
     print(f"{CONFIG.parameters / 1e6:.0f}M parameters, {states / 1e9:.2f} GB of states, at most {highest():.2f} GB resident")
     if options.json:
-        print(json.dumps({"losses": losses, "seconds": seconds, "states": states, "resident": highest(), **engine.measured()}))
+        found = {"losses": losses, "seconds": seconds, "states": states, "resident": highest()}
+        print(json.dumps({**found, **engine.measured()}))
     engine.close()
 
 

@@ -181,6 +181,10 @@ class Loading:
         """What to read into: what is stepped, and what rests in memory of the parameter outside it (inside it is rounded
         from it)."""
         low, high = weights.stepped()
+        if weights.spec.steps_encoded:  # to nearest, as on the other ranks: only a step rounds stochastically
+            if weights.away:
+                return [_Target(low, high, weights.rest, 0)]
+            return [_Target(0, weights.full.numel(), weights.full, 0)]
         targets = [_Target(low, high, weights.state, 0)]
         if not weights.away and (low, high) != (0, weights.full.numel()):
             full = weights.full

@@ -25,7 +25,7 @@ from onecopy.engine.step import raise_at_floor
 from onecopy.engine.uneven import Shares, uneven
 from onecopy.errors import EngineError
 from onecopy.plan.plan import Plan
-from onecopy.schedule.predict import predict
+from onecopy.schedule.predict import LINKS, predict
 
 __all__ = ["Engine"]
 
@@ -387,6 +387,7 @@ class Engine(nn.Module):
         return {
             "resident": resident,
             "peak": peak,
+            "moved": {link: ledger.moves[link] for link in LINKS if ledger.moves.get(link)},
             "collectives": {
                 kind: {
                     "count": sent.count,

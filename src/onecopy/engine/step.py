@@ -245,6 +245,8 @@ class Stepper:
             low, high = grid.bounds(tile)
             borrowed = coming.next()
             gradient = gradients.total[low:high]
+            if row.gradient.rest.tier != memory.tier:
+                self._tiers.moved("to_host", gradient.numel() * gradient.element_size())
             if scratch is not None:
                 gradient = scratch[: high - low].copy_(gradient)
             if factor != 1.0:
