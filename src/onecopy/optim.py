@@ -19,7 +19,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from onecopy.engine.weights import ParameterHome, Weights
+from onecopy.engine.home import ParameterHome
+from onecopy.engine.weights import Weights
 from onecopy.errors import EngineError, PlanError
 from onecopy.plan.layout import Slot, Tier
 from onecopy.tiers.held import Held, Tile
@@ -277,14 +278,17 @@ class Tiles:
         away = self.away.get(weights)
         return Borrowed(self.pieces[weights][tile], weights.state.lend(tile), away.lend(tile) if away is not None else {})
 
-    def step(self, tiles: list[tuple[Borrowed, torch.Tensor, dict[Slot, bool]]]) -> None:
-        """Step ``tiles``, each with its gradient in the weights' dtype and the slots that any rank used; a parameter
-        nobody used is left alone, as torch leaves one whose grad is None. What was borrowed is still to be given back."""
+    def check_groups(self) -> None:
+        """Raise :class:`EngineError` when groups were added or removed."""
         if len(self.optimizer.param_groups) != self._groups:
             raise EngineError(
                 f"the optimizer has {len(self.optimizer.param_groups)} groups and had {self._groups} when the engine was "
                 "made; close the engine and initialize again with the new groups"
             )
+
+    def step(self, tiles: list[tuple[Borrowed, torch.Tensor, dict[Slot, bool]]]) -> None:
+        """Step ``tiles``, each with its gradient in the weights' dtype and the slots that any rank used; a parameter
+        nobody used is left alone, as torch leaves one whose grad is None. What was borrowed is still to be given back."""
         shown: list[list[nn.Parameter]] = [[] for _ in self.optimizer.param_groups]
         for borrowed, gradient, used in tiles:
             self._attach(borrowed)

@@ -37,7 +37,7 @@ from onecopy.plan.layout import UnitFact, itemsize
 from onecopy.plan.plan import Plan, difference
 from onecopy.recipes import build_optimizer, build_scheduler
 from onecopy.schedule.lower import Buffer, Facts, Schedule, lower
-from onecopy.schedule.predict import check_caps, moment_codecs, predict, scratch_bytes, uses_disk
+from onecopy.schedule.predict import check_caps, moment_codecs, scratch_bytes, uses_disk
 from onecopy.tiers.disk import Disk
 from onecopy.tiers.memory import give_back_freed_memory, keep_freed_memory
 from onecopy.tiers.tiers import Tiers
@@ -283,7 +283,7 @@ def _off_device(plan: Plan) -> bool:
 def _make_tiers(schedule: Schedule, ranks: Ranks, engine: int, ledger: Ledger) -> Tiers:
     """The memory of this engine, after asking whether its caps can hold."""
     plan, scratch = schedule.plan, schedule.plan.scratch
-    check_caps(predict(schedule, ranks.piece), plan)
+    check_caps(schedule, ranks.piece)
     disk = None
     if scratch is not None and uses_disk(schedule):
         options = {"staging": scratch.staging, "threads": scratch.threads, "block": scratch.block}

@@ -13,8 +13,8 @@ from onecopy.comm import assembly, meeting
 from onecopy.comm.groups import everybody, world_size
 from onecopy.comm.watch import waiting
 from onecopy.engine.deferred import BornHome
+from onecopy.engine.home import ParameterHome
 from onecopy.engine.parameter import Face, home_of
-from onecopy.engine.weights import ParameterHome
 from onecopy.errors import EngineError
 
 __all__ = ["gather_for_reading"]

@@ -10,8 +10,8 @@ from onecopy.comm import meeting
 from onecopy.comm.watch import waiting
 from onecopy.engine.build import Core
 from onecopy.engine.gradients import Gradients
+from onecopy.engine.home import ParameterHome
 from onecopy.engine.parameter import home_of
-from onecopy.engine.weights import ParameterHome
 from onecopy.errors import EngineError, RankMismatchError
 
 __all__ = ["read_grad", "read_param", "read_state", "write_grad", "write_param", "write_state"]

@@ -17,7 +17,7 @@ from onecopy.engine.gradients import Gradients
 from onecopy.engine.precision import LossScaler
 from onecopy.engine.run import Run, UnitRun
 from onecopy.engine.weights import Weights
-from onecopy.errors import DiskError, EngineError, RankMismatchError
+from onecopy.errors import EngineError, RankMismatchError
 from onecopy.optim import Borrowed, Tiles
 from onecopy.plan.layout import Slot, Tier
 from onecopy.plan.plan import Clip
@@ -163,11 +163,12 @@ class Stepper:
         if self._clip.max_norm is not None:
             # As torch.nn.utils.clip_grad_norm_ does it.
             factor *= min(1.0, self._clip.max_norm / (verdict.norm + 1e-6))
+        self._tiles.check_groups()
         try:
             with self._run.writing(), torch.no_grad():
                 self._step_units(verdict, factor)
-        except DiskError as error:
-            self.torn = str(error)
+        except BaseException as error:  # Ctrl-C too
+            self.torn = f"{type(error).__name__}: {error}"
             self.discard()
             raise
         for tier, size in self._tiles.moments().items():
@@ -278,19 +279,21 @@ class _Ahead:
             for tile in range(weights.state.grid.count)
         )
         self._borrowed: deque[Borrowed] = deque()
+        self._given: Borrowed | None = None
 
     def next(self) -> Borrowed:
         """The next tile."""
         while len(self._borrowed) < 2 and (following := next(self._order, None)) is not None:
             self._borrowed.append(self._tiles.borrow(*following))
-        return self._borrowed.popleft()
+        self._given = self._borrowed.popleft()
+        return self._given
 
     def close(self) -> None:
-        """Let go of what was borrowed and will not be stepped."""
-        while self._borrowed:
-            borrowed = self._borrowed.popleft()
-            for tile in (borrowed.values, *borrowed.moments.values()):
-                tile.drop()
+        """Let go of what was borrowed and has not been given back."""
+        for borrowed in (self._given, *self._borrowed):
+            if borrowed is not None:
+                for tile in (borrowed.values, *borrowed.moments.values()):
+                    tile.drop()
 
 
 def _used(gradients: Gradients, verdict: Verdict) -> dict[Slot, bool]:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -16,8 +16,9 @@ from torch import nn
 from onecopy import codecs
 from onecopy.comm.collectives import Pending
 from onecopy.comm.shared import Shelf
+from onecopy.engine.home import ParameterHome
 from onecopy.engine.parameter import HOME, Face
-from onecopy.engine.pending import make_plain, read_grad, shown_class, write_grad
+from onecopy.engine.pending import make_plain, shown_class
 from onecopy.plan.layout import Grid, Slot
 from onecopy.schedule.lower import Buffer
 from onecopy.tiers.held import Held, Tile
@@ -26,7 +27,7 @@ from onecopy.tiers.tiers import Tiers
 # Tiles of a shard on disk that are read before the first is waited for.
 _READ_AHEAD = 4
 
-__all__ = ["ParameterHome", "Source", "Weights"]
+__all__ = ["Source", "Weights"]
 
 # An all-gather of the second tensor, this rank's shard, into the first.
 Gather = Callable[[torch.Tensor, torch.Tensor], Pending]
@@ -275,7 +276,10 @@ class Weights:
             self.own().copy_(rests, non_blocking=True)
             self.pending = gather(self.full, self.own()) if gather is not None else Pending([], None)
         else:
-            tiles = deque(self.rest.lend(tile) for tile in range(min(_READ_AHEAD, self.rest.grid.count)))
+            tiles: deque[Tile] = deque()
+            for tile in range(min(_READ_AHEAD, self.rest.grid.count)):
+                if self._may_read_ahead():
+                    tiles.append(self.rest.lend(tile))
             self.pending = Pending([], None, partial(self._fetch_and_gather, tiles))
 
     def _fetch_and_gather(self, tiles: deque[Tile]) -> None:
@@ -284,12 +288,19 @@ class Weights:
         if self._source.gather is not None:
             self._source.gather(self.full, self.own()).wait()
 
+    def _may_read_ahead(self) -> bool:
+        """Is there room for a tile of the shard beside one more, which whoever cannot wait may need?"""
+        disk = self._tiers.disk
+        return disk is None or disk.has_room(2 * codecs.blocks(self.rest.grid.tile, self.rest.grid.tile, self.spec.dtype))
+
     def _fetch(self, out: torch.Tensor, tiles: deque[Tile]) -> None:
         """Copy this rank's shard to ``out``; of its tiles the first are on their way."""
         grid = self.rest.grid
         coming = iter(range(len(tiles), grid.count))
         for index in range(grid.count):
-            if (following := next(coming, None)) is not None:
+            while not tiles or (len(tiles) < _READ_AHEAD and self._may_read_ahead()):
+                if (following := next(coming, None)) is None:
+                    break
                 tiles.append(self.rest.lend(following))
             low, high = grid.bounds(index)
             lent = tiles.popleft()
@@ -414,79 +425,3 @@ class Weights:
         # Elements that still say what the master rounds to were not written: they keep their precision.
         same = kept.to(rounded.dtype) == rounded
         self.master.write(start, stop, torch.where(same, kept, rounded.to(kept.dtype)))
-
-
-def _nothing() -> None:
-    return None
-
-
-class ParameterHome:
-    """One parameter of a :class:`Weights` as :class:`~onecopy.engine.parameter.Home` sees it."""
-
-    def __init__(self, weights: Weights, slot: Slot, demand: Callable[[Weights], bool]) -> None:
-        self.weights = weights
-        self.slot = slot
-        self._demand = demand
-        self._writing = 0
-        self._copy: torch.Tensor | None = None
-
-    @property
-    def name(self) -> str:
-        return self.slot.param.name
-
-    @property
-    def shape(self) -> torch.Size:
-        return torch.Size(self.slot.param.shape)
-
-    @property
-    def present(self) -> bool:
-        return self.weights.present
-
-    def local(self) -> tuple[torch.Tensor, int]:
-        """This rank's elements; what rests on disk is a copy, which is taken back when it was changed inside
-        :meth:`writing`."""
-        rest, part = self.weights.rest, self.weights.piece_of(self.slot)
-        if part is None:
-            return torch.empty(0, dtype=rest.dtype, device=self.weights.full.device), 0
-        offset = part[0] + self.weights.piece * self.weights.spec.layout.shard - self.slot.start
-        if rest.plain is not None:
-            return rest.plain[part[0] : part[1]], offset
-        copy = self._copy
-        if copy is None:
-            copy = torch.empty(part[1] - part[0], dtype=rest.dtype)
-            rest.read(*part, copy)
-            self._copy = copy if self._writing else None
-        return copy, offset
-
-    def values(self) -> torch.Tensor:
-        """The full values, which must be present."""
-        return self.weights.full[self.slot.start : self.slot.stop].view(self.shape)
-
-    def __reduce__(self) -> Any:
-        """A parameter is copied or pickled without its home: the copy belongs to no engine."""
-        return _nothing, ()
-
-    @contextmanager
-    def writing(self) -> Iterator[None]:
-        self._writing += 1
-        try:
-            with self.weights.writing():
-                yield
-        finally:
-            self._writing -= 1
-            self._copy = None
-
-    def written(self) -> None:
-        part = self.weights.piece_of(self.slot)
-        if self._copy is not None and part is not None:
-            self.weights.rest.write(*part, self._copy)
-        self.weights.follow(self.slot)
-
-    def grad(self, param: torch.Tensor) -> torch.Tensor | None:
-        return read_grad(param)
-
-    def set_grad(self, param: torch.Tensor, value: torch.Tensor | None) -> None:
-        write_grad(param, value)
-
-    def demand(self) -> bool:
-        return self._demand(self.weights)

@@ -14,7 +14,6 @@ from zlib import crc32
 from onecopy import codecs
 from onecopy.errors import PlanError
 from onecopy.plan.layout import Layout, Tier, itemsize
-from onecopy.plan.plan import Plan
 from onecopy.schedule.lower import Buffer, Schedule
 from onecopy.schedule.ops import Event, Op
 
@@ -93,9 +92,34 @@ def scratch_bytes(schedule: Schedule) -> int:
     return scratch.staging if scratch is not None and uses_disk(schedule) else 0
 
 
-def check_caps(predicted: dict[str, Any], plan: Plan) -> None:
-    """Raise :class:`PlanError` when the predicted peak of a tier is above its cap, with what takes the memory."""
+def least_staging(schedule: Schedule) -> int:
+    """Bytes of staging that a step needs at least: one tile that is stepped and the next, of all its states on disk, and a
+    tile of the parameter."""
+    least = 0
+    for buffer in schedule.buffers:
+        row, tile = buffer.row, buffer.tile()
+        states = 0
+        if buffer.trainable and row.optimizer.tier == "disk":
+            states += codecs.blocks(tile, tile, buffer.weight)
+        if buffer.trainable and row.moment.tier == "disk":
+            for _, own, coded in moment_codecs(schedule.facts.moments, row.moment):
+                states += codecs.blocks(tile, tile, own or buffer.weight, coded)
+        parameter = codecs.blocks(tile, tile, buffer.dtype) if row.parameter.rest.tier == "disk" else 0
+        least = max(least, 2 * states + 2 * parameter)
+    return least
+
+
+def check_caps(schedule: Schedule, piece: int) -> None:
+    """Raise :class:`PlanError` when the predicted peak of a tier is above its cap, with what takes the memory, or staging is
+    too small for a step."""
+    predicted, plan = predict(schedule, piece), schedule.plan
     problems = []
+    if plan.scratch is not None and (least := least_staging(schedule)) > plan.scratch.staging:
+        tile = max(buffer.tile() for buffer in schedule.buffers)
+        problems.append(
+            f"staging of {plan.scratch.staging:,} bytes does not hold two tiles of {tile:,} elements; the least is {least:,},"
+            " or take a smaller StepPolicy(tile=...)"
+        )
     for tier, cap in (("device", plan.caps.device), ("host", plan.caps.host)):
         peak = predicted["peak"].get(tier, {})
         total = peak.get("total", 0)

@@ -117,7 +117,7 @@ class Tile:
     __slots__ = ("_elements", "_fresh", "_held", "_loan", "_raw", "_values")
 
     def __init__(self, loan: Loan, elements: int, held: Held, fresh: bool) -> None:
-        self._loan = loan
+        self._loan: Loan | None = loan
         self._elements = elements
         self._held = held
         self._fresh = fresh
@@ -128,6 +128,7 @@ class Tile:
         """The values, flat, in the computation's dtype."""
         if self._values is not None:
             return self._values
+        assert self._loan is not None  # not given back yet
         self._raw = self._loan.wait()[: stored(self._elements, self._held.dtype, self._held.codec)]
         codec, dtype = self._held.codec, self._held.dtype
         if codec is None:
@@ -140,17 +141,18 @@ class Tile:
 
     def put(self) -> None:
         """The values were changed: they go back, encoded where they rest so."""
-        assert self._raw is not None and self._values is not None
+        assert self._raw is not None and self._values is not None and self._loan is not None
         if self._held.codec is not None:
             self._held.codec.encode(self._values, self._raw)
             self._held._workspace.drop("workspace", self._values)
         self._loan.put()
-        self._values = self._raw = None
+        self._loan = self._values = self._raw = None
 
     def drop(self) -> None:
-        """The values were only read."""
+        """The values were only read. Does nothing when the tile is back already."""
         if self._held.codec is not None and self._values is not None:
             self._held._workspace.drop("workspace", self._values)
-        self._loan.drop()
-        self._values = self._raw = None
+        if self._loan is not None:
+            self._loan.drop()
+        self._loan = self._values = self._raw = None
 
