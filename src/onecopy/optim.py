@@ -52,9 +52,10 @@ def build(optimizer: Optimizer | Factory, model: nn.Module) -> Optimizer:
 # Finding out whether an optimizer is elementwise
 
 
-def _sibling(optimizer: Optimizer, params: list[torch.Tensor]) -> Optimizer | None:
-    """A fresh optimizer of the same class and options over ``params``; None when its class cannot be made that way."""
-    options = {key: value for key, value in optimizer.param_groups[0].items() if key != "params"}
+def _sibling(optimizer: Optimizer, group: dict[str, Any], params: list[torch.Tensor]) -> Optimizer | None:
+    """A fresh optimizer of the same class over ``params`` with the options of ``group``; None when its class cannot be
+    made that way."""
+    options = {key: value for key, value in group.items() if key != "params"}
     known = inspect.signature(type(optimizer).__init__).parameters
     takes_all = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in known.values())
     keywords = {key: value for key, value in options.items() if key in known or takes_all}
@@ -84,17 +85,38 @@ def _grads(shapes: Iterable[torch.Tensor], step: int) -> list[torch.Tensor]:
     return [torch.randn(tensor.shape, generator=generator).to(tensor) for tensor in shapes]
 
 
-def probe(optimizer: Optimizer, device: torch.device) -> tuple[tuple[str, str | None], ...] | None:
-    """Name and codec (None: the weight's own) of the optimizer's per-element states, found by stepping small tensors.
+States = tuple[tuple[str, str | None], ...]
+# Options that no optimizer's states depend on: groups that differ in these alone are tried once.
+_STATELESS = ("params", "lr", "initial_lr", "weight_decay")
+
+
+def probe(optimizer: Optimizer, device: torch.device) -> list[States | None]:
+    """For each group, name and codec (None: the weight's own) of the per-element states that the optimizer will keep, found
+    by stepping small tensors on ``device``; None for an optimizer that cannot be made afresh, which is trusted.
+
+    Raises :class:`PlanError` when the optimizer cannot be sharded.
+    """
+    known: dict[str, States | None] = {}
+    found = []
+    for group in optimizer.param_groups:
+        options = repr({key: value for key, value in group.items() if key not in _STATELESS})
+        if options not in known:
+            known[options] = _try(optimizer, group, device)
+        found.append(known[options])
+    return found
+
+
+def _try(optimizer: Optimizer, group: dict[str, Any], device: torch.device) -> States | None:
+    """Step small tensors with the options of ``group``.
 
     Two matrices are stepped whole and together, their copies cut flat at odd places and one after the other. Raises
     :class:`PlanError` when the results differ: the optimizer looks at more than one element at a time, or at more than
-    one tensor, and cannot be sharded. An optimizer that cannot be made afresh is trusted, and None returned.
+    one tensor, and cannot be sharded.
     """
     start = [torch.linspace(-1, 1, 12, device=device).view(4, 3), torch.linspace(1, 2, 6, device=device).view(2, 3)]
     whole = [nn.Parameter(tensor.clone()) for tensor in start]
     cut = [nn.Parameter(piece.clone()) for tensor in start for piece in tensor.view(-1).split(5)]
-    one, other = _sibling(optimizer, list(whole)), _sibling(optimizer, list(cut))
+    one, other = _sibling(optimizer, group, list(whole)), _sibling(optimizer, group, list(cut))
     if one is None or other is None:
         return None
     try:
@@ -159,6 +181,14 @@ def prefer_fused(optimizer: Optimizer) -> None:
             group["fused"] = True
 
 
+def _incomplete(*_: Any) -> None:
+    """A hook: the optimizer's own dict would lack the states that rest elsewhere."""
+    raise EngineError(
+        "states of this optimizer rest on disk or in a codec, and its state_dict() would lack them; use engine.save() and "
+        "engine.load(), or onecopy.full_state(parameter, name)"
+    )
+
+
 # Stepping
 
 
@@ -207,10 +237,7 @@ class Moments:
     def lend(self, tile: int) -> dict[str, Tile]:
         """Every state of ``tile``."""
         fresh = tile not in self._stored
-        lent = {key: held.lend(tile, fresh) for key, held in self.held.items()}
-        if fresh:
-            for values in lent.values():
-                values.wait().zero_()
+        lent = {key: held.lend(tile, fresh, zero=fresh) for key, held in self.held.items()}
         self._stored.add(tile)
         return lent
 
@@ -270,6 +297,9 @@ class Tiles:
             group["params"] = mine
         self._stepping = False
         optimizer.register_step_pre_hook(_only_by_the_engine(weakref.ref(self)))
+        if moments:
+            optimizer.register_state_dict_pre_hook(_incomplete)
+            optimizer.register_load_state_dict_pre_hook(_incomplete)
 
     # One tile
 

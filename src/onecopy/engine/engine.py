@@ -204,7 +204,8 @@ class Engine(nn.Module):
         for unit in core.run.units:
             for weights in unit.weights:
                 weights.detach()
-        core.tiers.close()
+        if all(weights.rest.plain is not None for unit in core.run.units for weights in unit.weights):
+            core.tiers.close()  # else the parameters are on disk, whose files go when they do
 
     def __getstate__(self) -> Any:
         raise EngineError(

@@ -6,6 +6,7 @@ import hashlib
 import math
 from collections import deque
 from contextlib import closing
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -17,11 +18,12 @@ from onecopy.engine.gradients import Gradients
 from onecopy.engine.precision import LossScaler
 from onecopy.engine.run import Run, UnitRun
 from onecopy.engine.weights import Weights
-from onecopy.errors import EngineError, RankMismatchError
+from onecopy.errors import DiskError, EngineError, RankMismatchError
 from onecopy.optim import Borrowed, Tiles
 from onecopy.plan.layout import Slot, Tier
 from onecopy.plan.plan import Clip
 from onecopy.schedule.ops import Op
+from onecopy.tiers.disk import Disk
 from onecopy.tiers.tiers import Tiers
 
 __all__ = ["Stepper", "Verdict"]
@@ -176,30 +178,34 @@ class Stepper:
             self._moments[tier] = size
 
     def _step_units(self, verdict: Verdict, factor: float) -> None:
+        """A disk that fails on one rank fails the step on all: until then the others get what they wait for."""
         sent: deque[list[Op]] = deque()
+        problem: DiskError | None = None
         with closing(_Ahead(self._tiles, self._run.units)) as coming:
-            self._step_each(verdict, factor, coming, sent)
+            for unit in self._run.units:
+                if not unit.gradients:
+                    continue
+                try:
+                    if problem is None:
+                        self._step_unit(unit, verdict, factor, coming)
+                except DiskError as error:
+                    problem = error
+                spreads = self._run.ops(unit, "step", "spread")
+                self._run.start(spreads)
+                sent.append(spreads)
+                if len(sent) > 2:
+                    self._run.finish(sent.popleft())
         while sent:
             self._run.finish(sent.popleft())
-        if self._tiers.disk is not None:
-            self._tiers.disk.drain()
-
-    def _step_each(self, verdict: Verdict, factor: float, coming: _Ahead, sent: deque[list[Op]]) -> None:
-        for unit in self._run.units:
-            if not unit.gradients:
-                continue
-            self._step_unit(unit, verdict, factor, coming)
-            spreads = self._run.ops(unit, "step", "spread")
-            self._run.start(spreads)
-            sent.append(spreads)
-            if len(sent) > 2:
-                self._run.finish(sent.popleft())
+        disk = self._tiers.disk
+        if disk is not None:
+            meeting.all_or_none(partial(_settle, disk, problem))
 
     def _step_unit(self, unit: UnitRun, verdict: Verdict, factor: float, coming: _Ahead) -> None:
         held = {weights.spec.name: weights for weights in unit.weights}
         together = [gradients for gradients in unit.gradients if not gradients.spec.tiled]
         self._step_together(together, held, verdict, factor)
-        for gradients in unit.gradients:
+        for gradients in (*together, *(gradients for gradients in unit.gradients if gradients.spec.tiled)):
             weights = held[gradients.spec.name]
             if gradients.spec.tiled:
                 self._step_tiles(gradients, weights, _used(gradients, verdict), factor, coming)
@@ -264,6 +270,13 @@ class Stepper:
         self.forget_norms()
         for gradients in self._buffers:
             gradients.drop()
+
+
+def _settle(disk: Disk, problem: DiskError | None) -> None:
+    """Everything is on the disk, or an error."""
+    if problem is not None:
+        raise problem
+    disk.drain()
 
 
 class _Ahead:

@@ -85,12 +85,12 @@ class Held:
         """Where values are when they are lent."""
         return self.plain.device if self.plain is not None else self._workspace.device
 
-    def lend(self, tile: int, fresh: bool = False) -> Tile:
-        """Start to bring tile ``tile``. ``fresh``: its contents do not matter."""
+    def lend(self, tile: int, fresh: bool = False, zero: bool = False) -> Tile:
+        """Start to bring tile ``tile``. ``fresh``: its contents do not matter; ``zero``: they are 0 then."""
         low, high = self.grid.bounds(tile)
         start = tile * self._stride
         stop = start + stride(high - low, self.dtype, self.codec, self._align)
-        return Tile(self._place.lend(start, stop, fresh), high - low, self, fresh)
+        return Tile(self._place.lend(start, stop, fresh), high - low, self, (fresh, zero))
 
     def read(self, low: int, high: int, out: torch.Tensor) -> None:
         """Copy elements ``[low, high)`` to ``out``."""
@@ -114,13 +114,13 @@ class Held:
 class Tile:
     """One tile on loan from a :class:`Held`."""
 
-    __slots__ = ("_elements", "_fresh", "_held", "_loan", "_raw", "_values")
+    __slots__ = ("_elements", "_fresh", "_held", "_loan", "_raw", "_values", "_zero")
 
-    def __init__(self, loan: Loan, elements: int, held: Held, fresh: bool) -> None:
+    def __init__(self, loan: Loan, elements: int, held: Held, new: tuple[bool, bool]) -> None:
         self._loan: Loan | None = loan
         self._elements = elements
         self._held = held
-        self._fresh = fresh
+        self._fresh, self._zero = new
         self._raw: torch.Tensor | None = None
         self._values: torch.Tensor | None = None
 
@@ -137,6 +137,8 @@ class Tile:
             self._values = self._held._workspace.alloc("workspace", self._elements, dtype)
             if not self._fresh:
                 codec.decode(self._raw, self._values)
+        if self._zero:
+            self._values.zero_()
         return self._values
 
     def put(self) -> None:
