@@ -140,8 +140,8 @@ def check_needs(schedule: Schedule, piece: int) -> None:
         other = {own or buffer.weight for _, own in schedule.facts.moments_of(buffer)} - {"float32"}
         if buffer.trainable and buffer.row.moment.codec is not None and other:
             problems.append(
-                f"moments of unit {buffer.unit!r} are {other.pop()} and their codec {buffer.row.moment.codec!r} holds float32;"
-                " keep float32 master weights (Precision.master), or leave the codec out for these parameters"
+                f"moments of unit {buffer.unit!r} are {other.pop()}, and their codec {buffer.row.moment.codec!r} holds "
+                "float32; keep float32 master weights (Precision.master), or leave the codec out for these parameters"
             )
             break
     if problems:
