@@ -47,9 +47,7 @@ TRANSLATED: dict[str, Any] = {
         "bf16": {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
     },
     "zero_optimization.stage": {"zero_optimization": {"stage": 2}},
-    "zero_optimization.stage3_prefetch_bucket_size": {
-        "zero_optimization": {"stage": 3, "stage3_prefetch_bucket_size": 0}
-    },
+    "zero_optimization.stage3_prefetch_bucket_size": {"zero_optimization": {"stage": 3, "stage3_prefetch_bucket_size": 0}},
     "zero_optimization.mics_shard_size": {"zero_optimization": {"stage": 3, "mics_shard_size": 2}},
     **{f"zero_optimization.{key}": zero(3, {key: True}) for key in ("cpu_offload", "cpu_offload_param")},
     "communication_data_type": {"communication_data_type": "fp32"},
