@@ -235,7 +235,7 @@ def test_stages_agree_with_each_other_and_with_one_process(optimizer: Any, world
     assert all(max(run.values()) <= 1e-6 for run in runs), runs
 
 
-@pytest.mark.parametrize(("optimizer", "only", "places"), [(sgd, "host", 10), (adamw, "", 22)], ids=["sgd", "adamw"])
+@pytest.mark.parametrize(("optimizer", "only", "places"), [(sgd, "host", 9), (adamw, "", 22)], ids=["sgd", "adamw"])
 def test_offload_agrees_with_one_process(optimizer: Any, only: str, places: int, tmp_path: Path) -> None:
     """The same run with the states on the host and on disk at every stage, by plan and by JSON (row 35)."""
     options = {"accumulation": 2, "clip": 1.0, "steps": 20, "optimizer": optimizer, "only": only}
