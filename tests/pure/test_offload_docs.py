@@ -69,7 +69,7 @@ def test_bytes_are_those_that_are_predicted(row: tuple[str, ...]) -> None:
     elements = 1 << 24
     unit = UnitFact("unit", (ParamFact(("weight",), (elements,), plan.precision.dtype or "float32"),))
     for ranks in (1, 2, 4):
-        facts = Facts((unit,), Mesh(within=ranks), (("exp_avg", None), ("exp_avg_sq", None)))
+        facts = Facts((unit,), Mesh(within=ranks), {"weight": (("exp_avg", None), ("exp_avg_sq", None))})
         found = predict(lower(plan, facts))["resident"]
         for tier, cell in zip(("device", "host", "disk"), cells, strict=True):
             held = sum(found.get(tier, {}).values()) / elements
