@@ -331,17 +331,23 @@ class Tiles:
                 if used[piece.home.slot]:
                     piece.param.grad = gradient[piece.start : piece.stop]
                     shown[piece.group].append(piece.param)
-        if not any(shown):
-            return
+        # Those stepped before and those not, apart: torch's fused SGD takes tensors all of one kind.
+        known = [[param for param in params if self._has_state(param)] for params in shown]
+        new = [[param for param in params if not self._has_state(param)] for params in shown]
         self._stepping = True
         try:
-            with _showing(self.optimizer, shown):
-                self.optimizer.step()
+            for kind in (known, new):
+                if any(kind):
+                    with _showing(self.optimizer, kind):
+                        self.optimizer.step()
         finally:
             self._stepping = False
         for params in shown:
             for param in params:
                 param.grad = None
+
+    def _has_state(self, param: nn.Parameter) -> bool:
+        return any(value is not None for value in self.optimizer.state.get(param, {}).values())
 
     def _attach(self, borrowed: Borrowed) -> None:
         """Lay the borrowed values under the tensors that the optimizer knows."""

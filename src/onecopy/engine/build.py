@@ -406,7 +406,7 @@ def _make_units(
     place = {buffer: index for index, buffer in enumerate(schedule.buffers)}
     runs = []
     for unit in units:
-        run = UnitRun(unit.name, unit.entries)
+        run = UnitRun(unit.name, unit.entries, spans=unit.spans)
         for buffer in schedule.of(unit.name):
             params = [by_name[slot.param.name] for slot in buffer.layout.slots]
             index = place[buffer]

@@ -102,6 +102,14 @@ class Gathering:
             unit.uses = unit.expected_uses
         self.end()
 
+    def attend_backward(self) -> None:
+        """The other ranks run a backward pass that this one has no data for: units that span it are needed first there and
+        reduced last, so their gathers go out before any other is waited for."""
+        self.begin(backward=True)
+        for unit in self._units:
+            if unit.spans and not unit.present and self._run.ops(unit, "pre_backward", "gather"):
+                self._start(unit)
+
     def end(self) -> None:
         """The pass is over: whatever is still gathered goes, and the order it took is remembered."""
         order = list(dict.fromkeys(self._trail))
