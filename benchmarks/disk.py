@@ -23,19 +23,18 @@ import shutil
 import statistics
 import subprocess
 import tempfile
-import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from onecopy.report.rates import Raw, Request
 from onecopy.tiers.disk import ALIGN, Disk, Region
-from onecopy.tiers.scratch import Filesystem, page_memory, round_up
+from onecopy.tiers.scratch import Filesystem, round_up
 
 STATES = ("master", "exp_avg", "exp_avg_sq")
 BLOCKS = (256 << 10, 1 << 20, 4 << 20)
 THREADS = (1, 2, 4)
-Request = tuple[Callable[..., int], int, int]  # os.preadv or os.pwritev, offset, bytes
 
 
 @dataclass
@@ -64,50 +63,12 @@ class Result:
     fio: dict[str, float]
 
 
-class Raw:
-    """One file of ``size`` bytes, opened with O_DIRECT, whose every byte has been written."""
-
-    def __init__(self, folder: Path, size: int) -> None:
-        self.size = size
-        self.path = folder / "raw"
-        self.file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_DIRECT, 0o600)
-        os.posix_fallocate(self.file, 0, size)
-        self.run(self.order(os.pwritev, BLOCKS[-1], size), 2, BLOCKS[-1])
-
-    def order(self, move: Callable[..., int], block: int, size: int = 0) -> Iterator[Request]:
-        size = size or self.size
-        return ((move, offset, min(block, size - offset)) for offset in range(0, size, block))
-
-    def mix(self, tile: int, block: int) -> Iterator[Request]:
-        """The requests of a step: a tile's reads, then the writes of the tile before it."""
-        for low in range(0, self.size + tile, tile):
-            for move, start in ((os.preadv, low), (os.pwritev, low - tile)):
-                end = min(start + tile, self.size) if start >= 0 else start
-                yield from ((move, offset, min(block, end - offset)) for offset in range(start, end, block))
-
-    def run(self, requests: Iterator[Request], threads: int, block: int) -> float:
-        """Seconds for ``requests``, in order, by ``threads`` threads."""
-        memories = [page_memory(block) for _ in range(threads)]
-        for memory in memories:
-            memory.write(os.urandom(ALIGN) * (block // ALIGN))
-        lock = threading.Lock()
-
-        def work(memory: memoryview) -> None:
-            while True:
-                with lock:
-                    request = next(requests, None)
-                if request is None:
-                    return
-                move, offset, size = request
-                assert move(self.file, [memory[:size]], offset) == size
-
-        crew = [threading.Thread(target=work, args=(memoryview(memory),)) for memory in memories]
-        began = time.perf_counter()
-        for thread in crew:
-            thread.start()
-        for thread in crew:
-            thread.join()
-        return time.perf_counter() - began
+def mix(size: int, tile: int, block: int) -> Iterator[Request]:
+    """The requests of a step over a file of ``size`` bytes: a tile's reads, then the writes of the tile before it."""
+    for low in range(0, size + tile, tile):
+        for move, start in ((os.preadv, low), (os.pwritev, low - tile)):
+            end = min(start + tile, size) if start >= 0 else start
+            yield from ((move, offset, min(block, end - offset)) for offset in range(start, end, block))
 
 
 def best(raw: Raw, tile: int) -> tuple[tuple[int, int], tuple[int, int]]:
@@ -119,7 +80,7 @@ def best(raw: Raw, tile: int) -> tuple[tuple[int, int], tuple[int, int]]:
         for threads, block in itertools.product(THREADS, BLOCKS):
             taken = sum(raw.run(raw.order(move, block, size), threads, block) for move in (os.pwritev, os.preadv))
             plain[threads, block] = min(taken, plain.get((threads, block), taken))
-            taken = raw.run(itertools.islice(raw.mix(tile, block), 2 * size // block), threads, block)
+            taken = raw.run(itertools.islice(mix(raw.size, tile, block), 2 * size // block), threads, block)
             mixed[threads, block] = min(taken, mixed.get((threads, block), taken))
     return min(plain, key=lambda key: plain[key]), min(mixed, key=lambda key: mixed[key])
 
@@ -182,11 +143,10 @@ def measure(args: argparse.Namespace) -> Result:
             before = time.process_time()
             taken["ours"].append(step.run())
             taken["processor"].append(time.process_time() - before)
-            taken["mixed"].append(raw.run(raw.mix(12 * tile, mixed_block), mixed_threads, mixed_block))
+            taken["mixed"].append(raw.run(mix(raw.size, 12 * tile, mixed_block), mixed_threads, mixed_block))
         peak = disk.peak_staging
         disk.close()
-        os.close(raw.file)
-        raw.path.unlink()
+        raw.close()
         by_fio = fio(folder, 3 * size, threads, block)
     middle = {what: statistics.median(times) for what, times in taken.items()}
     ratios = [(write + read) / ours for write, read, ours in zip(taken["write"], taken["read"], taken["ours"], strict=True)]

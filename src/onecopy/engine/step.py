@@ -91,7 +91,7 @@ class Stepper:
         """This rank's share: the largest element, or the sum of ``|g| ** kind``."""
         if not self._ranks.first_replica:
             return 0.0
-        pieces = [piece for gradients in self._buffers if (piece := gradients.mine()).numel()]
+        pieces = [part for gradients in self._buffers if (piece := gradients.mine()).numel() for part in _parts(piece)]
         norms = [torch.linalg.vector_norm(piece, kind, dtype=_at_least_fp32(piece.dtype)).double() for piece in pieces]
         if not norms:
             return 0.0
@@ -309,6 +309,12 @@ def raise_at_floor(scaler: LossScaler, step: int, suspects: list[str], outputs_f
 
 def _root(total: float, kind: float) -> float:
     return total ** (1.0 / kind) if math.isfinite(total) else math.inf
+
+
+def _parts(flat: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """``flat`` as its norm is best taken. On the host torch copies a low-precision tensor whole to fp32 for that, and adds
+    so many squares in fp32 that digits are lost: in parts the copy is small, and stays in the cache."""
+    return flat.split(1 << 18) if flat.device.type == "cpu" else (flat,)
 
 
 def _at_least_fp32(dtype: torch.dtype) -> torch.dtype:
