@@ -11,7 +11,7 @@ weights. **deepspeed** does the same with ``DeepSpeedCPUAdam``, in an interprete
 step that costs no more than moving its bytes.
 
 The contestants take turns. Times are medians over the repeats; ratios are medians of each repeat's own ratio, so that what
-slows the whole machine down for a while does not enter them.
+slows the whole machine down for a while does not enter them; repeats in which other programs run are done again.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import statistics
 import subprocess
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,7 @@ from typing import Any
 import torch
 
 import onecopy
+from _common import Others
 from onecopy.gpt import GPT, GPTConfig
 from onecopy.report.rates import STEP_BYTES, Copy
 
@@ -41,12 +42,12 @@ WIDTH, CONTEXT = 1024, 16
 class Result:
     """Medians for one number of threads. ``seconds``, ``mparams`` (million parameters per second) and ``gbytes`` (GB/s at
     28 bytes per parameter) by contestant; ``vote``: seconds; ``over``: how many times as fast as each ours is, in each
-    repeat."""
+    repeat; ``disturbed``: share of the repeats in which other programs took more than 5 % of a processor."""
 
     params: int
     threads: int
     tile: int | None
-    load: float
+    disturbed: float
     seconds: dict[str, float]
     mparams: dict[str, float]
     gbytes: dict[str, float]
@@ -105,66 +106,68 @@ class Torch:
         return time.perf_counter() - began
 
 
-@contextmanager
-def deepspeed(python: str, params: int, threads: int) -> Iterator[Callable[[], float]]:
-    """One step of ``DeepSpeedCPUAdam`` per call, in a process of its own that sleeps between."""
-    environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "DS_ACCELERATOR": "cpu"}
-    process = subprocess.Popen(
-        [python, str(Path(__file__).with_name("_deepspeed_step.py")), str(params), str(threads)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        env=environment,
-        text=True,
-    )
-    asks, answers = process.stdin, process.stdout
-    assert asks is not None and answers is not None
+class DeepSpeed:
+    """One step of ``DeepSpeedCPUAdam`` per call, in a process of its own that sleeps between; :meth:`close` ends it."""
 
-    def step() -> float:
-        asks.write("step\n")
-        asks.flush()
-        return float(answers.readline())
-
-    try:
-        if answers.readline().strip() != "ready":
+    def __init__(self, python: str, params: int, threads: int) -> None:
+        self.process = subprocess.Popen(
+            [python, str(Path(__file__).with_name("_deepspeed_step.py")), str(params), str(threads)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env={**os.environ, "OMP_NUM_THREADS": str(threads), "DS_ACCELERATOR": "cpu"},
+            text=True,
+        )
+        assert self.process.stdin is not None and self.process.stdout is not None
+        self._asks, self._answers = self.process.stdin, self.process.stdout
+        if self._answers.readline().strip() != "ready":
             raise RuntimeError(f"{python} cannot run DeepSpeedCPUAdam; its output is above")
-        yield step
-    finally:
-        asks.close()
-        process.wait()
+
+    def __call__(self) -> float:
+        self._asks.write("step\n")
+        self._asks.flush()
+        return float(self._answers.readline())
+
+    def close(self) -> None:
+        self._asks.close()
+        self.process.wait()
+
+
+def rounds(contestants: dict[str, Callable[[], float]], ours: Ours, args: argparse.Namespace) -> Iterator[dict[str, float]]:
+    """Seconds by contestant and of the vote. The first two rounds only warm up; disturbed ones do not count while there is
+    time left to wait for quiet ones."""
+    pids = [os.getpid(), *(c.process.pid for c in contestants.values() if isinstance(c, DeepSpeed))]
+    give_up, done = time.monotonic() + args.quiet, -2
+    while done < args.repeats:
+        began, others = time.monotonic(), Others(*pids)
+        taken = {name: step() for name, step in contestants.items()}
+        disturbed = others.taken() > 0.05 * (time.monotonic() - began)
+        if done >= 0 and disturbed and time.monotonic() < give_up:
+            time.sleep(0.5)
+            continue
+        if done >= 0:
+            yield {**taken, "vote": ours.taken["vote"], "disturbed": disturbed}
+        done += 1
 
 
 def measure(contestants: dict[str, Callable[[], float]], ours: Ours, threads: int, args: argparse.Namespace) -> Result:
-    """Let ``contestants`` take turns; the first two rounds only warm up."""
-    taken: dict[str, list[float]] = {name: [] for name in contestants}
-    votes = []
-    for repeat in range(-2, args.repeats):
-        for name, step in contestants.items():
-            seconds = step()
-            if repeat >= 0:
-                taken[name].append(seconds)
-        if repeat >= 0:
-            votes.append(ours.taken["vote"])
-    middle = {name: statistics.median(times) for name, times in taken.items()}
-    over = {
-        name: [theirs / own for theirs, own in zip(times, taken["ours"], strict=True)]
-        for name, times in taken.items()
-        if name != "ours"
-    }
+    """Let ``contestants`` take turns."""
+    taken = list(rounds(contestants, ours, args))
+    middle = {name: statistics.median(row[name] for row in taken) for name in contestants}
     return Result(
         params=ours.params,
         threads=threads,
         tile=args.tile,
-        load=os.getloadavg()[0],
+        disturbed=sum(row["disturbed"] for row in taken) / len(taken),
         seconds=middle,
         mparams={name: ours.params / seconds / 1e6 for name, seconds in middle.items()},
         gbytes={name: STEP_BYTES * ours.params / seconds / 1e9 for name, seconds in middle.items()},
-        vote=statistics.median(votes),
-        over=over,
+        vote=statistics.median(row["vote"] for row in taken),
+        over={name: [row[name] / row["ours"] for row in taken] for name in contestants if name != "ours"},
     )
 
 
 def report(found: Result) -> str:
-    lines = [f"{found.params:,} parameters, {found.threads} threads (load {found.load:.1f})"]
+    lines = [f"{found.params:,} parameters, {found.threads} threads ({found.disturbed:.0%} of the repeats disturbed)"]
     lines += [
         f"  {name:<10} {found.seconds[name]:7.4f} s {found.mparams[name]:7.0f} Mparam/s {found.gbytes[name]:6.2f} GB/s"
         for name in found.seconds
@@ -180,6 +183,7 @@ def main() -> None:
     parser.add_argument("--params", type=int, default=50_000_000, help="about; whole transformer blocks are taken")
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--repeats", type=int, default=15)
+    parser.add_argument("--quiet", type=float, default=60, help="seconds to wait, at most, for undisturbed repeats")
     parser.add_argument("--tile", type=int, help="elements stepped at a time (default: the engine's own)")
     parser.add_argument("--deepspeed-python", help="an interpreter with torch and deepspeed; without it, it is left out")
     parser.add_argument("--json", action="store_true")
@@ -192,10 +196,10 @@ def main() -> None:
             "torch": Torch(ours.params),
             "copy": Copy(STEP_BYTES * ours.params // 2),
         }
-        if args.deepspeed_python:
-            with deepspeed(args.deepspeed_python, ours.params, threads) as contestants["deepspeed"]:
-                results.append(measure(contestants, ours, threads, args))
-        else:
+        with ExitStack() as stack:
+            if args.deepspeed_python:
+                contestants["deepspeed"] = peer = DeepSpeed(args.deepspeed_python, ours.params, threads)
+                stack.callback(peer.close)
             results.append(measure(contestants, ours, threads, args))
         if not args.json:
             print(report(results[-1]), flush=True)
