@@ -263,6 +263,15 @@ class Hooks:
         if self._pushed and self._pushed.pop():
             _saved._pop_saved_tensors_default_hooks()
 
+    @contextmanager
+    def saving(self) -> Iterator[None]:
+        """Around code outside a forward pass that computes with gathered parameters."""
+        self._push()
+        try:
+            yield
+        finally:
+            self._pop()
+
     def unpacked(self, weights: Weights, steps: int) -> None:
         """Backward is about to read a parameter of ``weights`` that was saved when ``steps`` steps were done."""
         if steps != self._gathering.steps:
@@ -270,6 +279,8 @@ class Hooks:
                 f"a parameter of unit {weights.spec.unit!r} needed for the gradient was changed by engine.step() after the "
                 "forward pass that saved it; run backward before the step"
             )
+        if self._gathering.depth == 0 and torch._C._current_graph_task_id() != -1:
+            self.rounds.begin()  # a loss from parameters alone has no output of the model that would say so
         self._gathering.use(self._gathering.unit_of(weights))
         if torch.is_grad_enabled() and self._gathering.depth == 0:
             self._gathering.keep_all()
