@@ -17,6 +17,7 @@ from onecopy.checkpoint.load import Loaded, load
 from onecopy.checkpoint.save import save
 from onecopy.checkpoint.whole import full_state_dict
 from onecopy.comm import assembly, watch
+from onecopy.engine.agreement import look
 from onecopy.engine.build import Core
 from onecopy.engine.hooks import scaled_loss
 from onecopy.engine.parameter import home_of
@@ -254,28 +255,21 @@ class Engine(nn.Module):
         core, stepper = self._core, self._core.stepper
         assert stepper is not None
         core.gathering.release_all()
-        written = []
-        for unit in core.run.units:
-            for weights in unit.weights:
-                if weights.notice_writes():
-                    written.append(weights.spec.name)
-                if thawed := weights.unfrozen():
-                    raise EngineError(
-                        f"parameter {thawed[0]!r} was frozen when the engine was made and requires gradients now; close "
-                        "the engine and initialize again to train it"
-                    )
         self._refuse_strangers()
         gradient = {memory.tier: memory.live["gradient"] for memory in core.tiers.all}
         # Gradients are too large by the loss scale, and too small where ranks had no data.
         scale = self._scaler.scale / self._shares.take()
-        state = [core.tiles.options() if core.tiles is not None else [], written]
+        state = look(core.run.units, core.tiles.options() if core.tiles is not None else [], stepper.edits)
         verdict = stepper.agree(scale, core.rounds.late(), state)
         if any(verdict.late):
             core.rounds.send_late(verdict.late)
             verdict = stepper.agree(scale, core.rounds.late(), state)
         if verdict.empty:
+            what = "after every p.grad was set to None" if stepper.edits else "without a backward pass on any rank"
             stepper.discard()
-            raise EngineError("step() without a backward pass on any rank since the last step: nothing to step with")
+            raise EngineError(
+                f"step() {what} since the last step: nothing to step with; engine.discard_gradients() skips a window"
+            )
         if not verdict.finite and self._scaler.at_floor:
             raise_at_floor(self._scaler, self.global_steps, core.rounds.suspects.names, core.hooks.outputs_finite())
         self.global_steps += 1

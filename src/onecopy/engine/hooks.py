@@ -305,6 +305,7 @@ class _Arrival:
     """The hook on one parameter."""
 
     __slots__ = ("_target",)
+    takes_gradient = True
 
     def __init__(self, target: weakref.ref[_Target]) -> None:
         self._target = target
@@ -314,9 +315,11 @@ class _Arrival:
         target = self._target()
         if target is None:
             return
-        gradient = get_grad(param)
-        set_grad(param, None)
-        assert gradient is not None
+        with torch._C.DisableTorchFunctionSubclass():  # what autograd left, whoever asks a freed parameter sees more
+            gradient = get_grad(param)
+            if gradient is None:  # a hook of the user's has dropped it
+                return
+            set_grad(param, None)
         hooks, scale = target.hooks, target.hooks.gradient_scale
         if _loss_factor:
             # The loss is multiplied already, by this engine or another that has a part in it.

@@ -24,6 +24,7 @@ __all__ = [
     "METADATA_PROPERTIES",
     "Face",
     "Home",
+    "engine_last",
     "hollow",
     "home_of",
     "property_name",
@@ -69,6 +70,13 @@ class Home(Protocol):
 
     def demand(self) -> bool:
         """Make the full values present if a running forward pass allows it; False if not."""
+
+
+def engine_last(param: torch.Tensor) -> None:
+    """The engine's hook takes the gradient away: those that others registered run before it, and see one."""
+    hooks: dict[int, Any] = getattr(param, "_post_accumulate_grad_hooks", None) or {}
+    for key in [key for key, hook in hooks.items() if getattr(hook, "takes_gradient", False)]:
+        hooks[key] = hooks.pop(key)
 
 
 def home_of(tensor: torch.Tensor) -> Home | None:
@@ -149,7 +157,10 @@ def _dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if name in _LAYOUT_METHODS and _CHAIN not in subject.__dict__:
             return func(torch.empty(home.shape, dtype=home.local()[0].dtype, device="meta"), *args[1:], **kwargs)
         if name in METADATA_METHODS or name in _LIKE:
-            return func(*args, **kwargs)
+            result = func(*args, **kwargs)
+            if name == "register_post_accumulate_grad_hook":
+                engine_last(subject)
+            return result
         if name in ("__repr__", "__format__"):
             return f"<{_describe(subject, home)}>"
         first = args[0] if args else kwargs.get("tensor")
@@ -211,7 +222,7 @@ def _access(func: Any, prop: str, subject: torch.Tensor, home: Home, args: Any, 
             local.copy_(args[-1].detach().reshape(-1)[start : start + local.numel()])
             return home.written()
     if prop == "grad":
-        return home.set_grad(subject, args[-1])
+        return home.set_grad(subject, args[-1] if func.__name__ == "__set__" else None)
     if prop in ("requires_grad", "retains_grad", "_backward_hooks", "_post_accumulate_grad_hooks", "_grad"):
         return func(*args, **kwargs)
     raise EngineError(

@@ -12,11 +12,12 @@ import torch.distributed as dist
 from onecopy.comm import meeting
 from onecopy.comm.collectives import Edge
 from onecopy.comm.groups import Ranks
+from onecopy.engine.agreement import State, refuse_unless_alike
 from onecopy.engine.gradients import Gradients
 from onecopy.engine.precision import LossScaler
 from onecopy.engine.run import Run, UnitRun
 from onecopy.engine.weights import Weights
-from onecopy.errors import DiskError, EngineError, RankMismatchError
+from onecopy.errors import DiskError, EngineError
 from onecopy.optim import Borrowed, Tiles
 from onecopy.plan.layout import Slot, Tier
 from onecopy.plan.plan import Clip
@@ -61,10 +62,12 @@ class Stepper:
         self.torn: DiskError | None = None
         # Norms by parameter, by their order and the number of things that were settled.
         self._norms: dict[tuple[float, int], dict[str, torch.Tensor]] = {}
+        # What the user's code did to ``p.grad`` in this window; the same on every rank, or the step is refused.
+        self.edits: list[tuple[object, ...]] = []
 
     # Agreeing
 
-    def agree(self, scale: float, late: list[bool], state: object) -> Verdict:
+    def agree(self, scale: float, late: list[bool], state: State) -> Verdict:
         """One small all-reduce: the ``norm_type`` norm over all elements once, the parameters used, the units ``late``, and
         whether ``state`` has the same ``repr`` on every rank.
 
@@ -82,8 +85,7 @@ class Stepper:
             self._world.all_reduce(ballot, "vote", dist.ReduceOp.MAX if kind == math.inf else dist.ReduceOp.SUM)
         total, one, other, *counts = ballot.tolist()
         if (one + other != _LARGEST) if kind == math.inf else (one != own * self._ranks.mesh.world):
-            what = "what their optimizers are set to and which parameters were written since the last step"
-            meeting.same(what, state, RankMismatchError)
+            refuse_unless_alike(state, self._run.units)
         norm = total if kind == math.inf else _root(total, kind)
         return Verdict(norm / scale, self._flags(counts[len(late) :]), [count > 0 for count in counts[: len(late)]])
 
@@ -156,6 +158,7 @@ class Stepper:
     def apply(self, verdict: Verdict, scale: float) -> None:
         """Step every unit with its gradients divided by ``scale`` and clipped, and make the new weights whole where
         they rest whole. Sending a unit's weights overlaps with stepping the next."""
+        self.edits = []
         factor = 1.0 / scale
         if self._clip.max_norm is not None:
             # As torch.nn.utils.clip_grad_norm_ does it.
@@ -252,6 +255,7 @@ class Stepper:
     def discard(self) -> None:
         """Forget the gradients of this window."""
         self.forget_norms()
+        self.edits = []
         for gradients in self._buffers:
             gradients.drop()
 

@@ -44,10 +44,12 @@ class Source:
 @dataclass
 class Writes:
     """How writes to the parameters show: ``versions`` is the sum of their version counters when last looked at;
-    ``unseen``: somebody has had a ``.data``, through which writes leave no sign, so values are looked at instead."""
+    ``unseen``: somebody has had a ``.data``, through which writes leave no sign, so values are looked at instead.
+    ``touched``: somebody had one since the last step."""
 
     versions: int = 0
     unseen: bool = False
+    touched: bool = False
 
 
 class Weights:
@@ -180,14 +182,6 @@ class Weights:
             for slot in self.spec.layout.slots:
                 self.follow(slot)
         return seen or taken
-
-    def unfrozen(self) -> list[str]:
-        """Names of parameters that were frozen when the engine was made and require gradients now."""
-        if self.spec.trainable:
-            return []
-        with torch._C.DisableTorchFunctionSubclass():
-            pairs = zip(self.spec.layout.slots, self.params, strict=True)
-            return [slot.param.name for slot, param in pairs if param.requires_grad]
 
     def _take_back(self) -> bool:
         """Were there any? Parameters whose ``.data`` was exchanged for another tensor: its values count, its memory does
