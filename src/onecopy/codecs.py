@@ -382,3 +382,14 @@ def stored(elements: int, dtype: torch.dtype, coded: Codec | None) -> int:
 def stride(tile: int, dtype: torch.dtype, coded: Codec | None, align: int) -> int:
     """Bytes from the start of one tile of ``tile`` elements to that of the next, a multiple of ``align``."""
     return -(-stored(tile, dtype, coded) // align) * align
+
+
+def blocks(elements: int, tile: int, dtype: str, coded: Codec | None = None) -> int:
+    """Bytes that ``elements`` take on disk, or encoded, in tiles of ``tile`` that begin on a disk's blocks and end there."""
+    kind: torch.dtype = getattr(torch, dtype)
+    full, rest = divmod(elements, tile)
+    return full * stride(tile, kind, coded, ALIGN) + stride(rest, kind, coded, ALIGN)
+
+
+ALIGN = 4096
+"""Bytes that tiles of states on disk, or encoded ones, are multiples of."""

@@ -334,3 +334,43 @@ def test_a_cap_holds_while_training() -> None:
     for said in run_ranks(crossing, 2):
         assert "gather buffer needs" in said
         assert "the cap is" in said
+
+
+def rounded(rank: int, world: int, folder: str) -> list[str]:
+    """Frozen parts, and parameters of other dtypes, in a plan whose bfloat16 parameters are stepped where they rest."""
+    wrong = []
+    for number in (0, 2, 3):
+        plan = onecopy.low_precision(onecopy.stage(number, step=TILE, units=SMALL), "int8", "bfloat16_sr")
+        model = stack()
+        model[2].bfloat16()
+        model[0].requires_grad_(False)
+        before = {name: value.clone() for name, value in model.state_dict().items()}
+        engine = onecopy.initialize(model, plan, optimizer=adamw)
+        if not all(torch.equal(value, before[name]) for name, value in engine.full_state_dict().items()):
+            wrong.append(f"stage {number}: the beginning")
+        frozen = onecopy.full_param(model[0].weight)
+        if not torch.equal(frozen, before["0.weight"]):
+            wrong.append(f"stage {number}: a frozen parameter")
+        masters = {buffer.name: buffer.master for buffer in engine._core.schedule.buffers}
+        if any(masters.values()):
+            wrong.append(f"stage {number}: {masters}")
+        engine.close()
+
+        base = onecopy.stage(number, dtype="bf16", step=TILE, units=SMALL)
+        engine, _ = run(rank, base, 2)
+        engine.save(f"{folder}/{number}")
+        engine.close()
+        other = onecopy.initialize(stack(), onecopy.low_precision(base, "int8", "bfloat16_sr"), optimizer=adamw)
+        other.load(f"{folder}/{number}")
+        digest = [float(value.double().sum()) for value in other.full_state_dict().values()]
+        told: list[Any] = [None] * world
+        torch.distributed.all_gather_object(told, digest)
+        if told[0] != told[1]:
+            wrong.append(f"stage {number}: replicas differ after a load")
+        go_on(other, rank, 2, first=2)
+        other.close()
+    return wrong
+
+
+def test_parameters_stepped_where_they_rest(tmp_path: Path) -> None:
+    assert run_ranks(rounded, 2, str(tmp_path)) == [[]] * 2

@@ -181,6 +181,10 @@ class Loading:
         """What to read into: what is stepped, and what rests in memory of the parameter outside it (inside it is rounded
         from it)."""
         low, high = weights.stepped()
+        if weights.spec.steps_encoded:  # to nearest, as on the other ranks: only a step rounds stochastically
+            if weights.away:
+                return [_Target(low, high, weights.rest, 0)]
+            return [_Target(0, weights.full.numel(), weights.full, 0)]
         targets = [_Target(low, high, weights.state, 0)]
         if not weights.away and (low, high) != (0, weights.full.numel()):
             full = weights.full
@@ -272,6 +276,8 @@ class Loading:
     def restore(self) -> None:
         """Group options, schedule, loss scale and counters, in the objects that others hold on to."""
         engine, core, manifest = self.engine, self.core, self.manifest
+        if self.optimizer_states and core.stepper is not None:
+            core.stepper.torn = None
         if self.match.same_groups and manifest.optimizer is not None and core.optimizer is not None:
             for group, saved in zip(core.optimizer.param_groups, manifest.optimizer.groups, strict=True):
                 self._restore_options(group, decode(saved.options))

@@ -110,6 +110,8 @@ def save(
 def check_at_rest(engine: Engine, what: str) -> None:
     """Raise :class:`CheckpointError` when ``what`` would lose gradients or miss values that are being edited."""
     core = engine._core
+    if what == "save" and core.stepper is not None and core.stepper.torn is not None:
+        raise CheckpointError(f"save() after a step that was interrupted: {core.stepper.torn}. load() the last checkpoint")
     gradients = [gradients for unit in core.run.units for gradients in unit.gradients]
     if core.rounds.interrupted or any(
         held is not None for kept in gradients for held in (kept.fill, kept.current, kept.total)

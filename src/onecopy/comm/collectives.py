@@ -197,9 +197,10 @@ class Exchange:
 
 
 def land(out: torch.Tensor, value: torch.Tensor, add: bool) -> None:
-    """``out (+)= value``, wherever the two are."""
+    """``out (+)= value``, wherever the two are. From an accelerator to the host without waiting: what reads ``out`` there
+    waits for the stream."""
     if not add:
-        out.copy_(value)
+        out.copy_(value, non_blocking=True)
     else:
         out.add_(value if value.device == out.device else value.to(out.device))
 

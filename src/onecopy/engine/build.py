@@ -111,7 +111,7 @@ def build_core(
     across = edge_for(ranks.across, ledger.sent)
     schedule, edges = _make_edges(lower(plan, Facts(facts, mesh, moments)), ranks, ledger)
     number = _engine_number()
-    tiers = meeting.all_or_none(lambda: _make_tiers(schedule, device, ranks, number))
+    tiers = meeting.all_or_none(lambda: _make_tiers(schedule, ranks, number, ledger))
 
     if device.type == "cpu":
         keep_freed_memory(False)  # an earlier engine may have said otherwise
@@ -280,7 +280,7 @@ def _off_device(plan: Plan) -> bool:
     return any(rule.row.optimizer.tier != "device" for rule in plan.rules)
 
 
-def _make_tiers(schedule: Schedule, device: torch.device, ranks: Ranks, engine: int) -> Tiers:
+def _make_tiers(schedule: Schedule, ranks: Ranks, engine: int, ledger: Ledger) -> Tiers:
     """The memory of this engine, after asking whether its caps can hold."""
     plan, scratch = schedule.plan, schedule.plan.scratch
     check_caps(predict(schedule, ranks.piece), plan)
@@ -288,7 +288,7 @@ def _make_tiers(schedule: Schedule, device: torch.device, ranks: Ranks, engine: 
     if scratch is not None and uses_disk(schedule):
         options = {"staging": scratch.staging, "threads": scratch.threads, "block": scratch.block}
         disk = Disk(scratch.folder, f"engine{engine}", ranks.rank, **options)
-    tiers = Tiers(device, plan.caps, disk)
+    tiers = Tiers(ranks.device, plan.caps, disk, ledger.moved)
     tiers.device.count("exchange buffer", schedule.facts.exchange)
     if disk is not None:
         tiers.host.count("staging", scratch_bytes(schedule))

@@ -26,7 +26,7 @@ from onecopy.engine.step import raise_at_floor
 from onecopy.engine.uneven import Shares, uneven
 from onecopy.errors import EngineError
 from onecopy.plan.plan import Plan
-from onecopy.schedule.predict import predict
+from onecopy.schedule.predict import LINKS, predict
 
 __all__ = ["Engine"]
 
@@ -245,6 +245,12 @@ class Engine(nn.Module):
             raise EngineError("this engine is closed; make another with onecopy.initialize")
 
     def _check_order(self) -> None:
+        torn = self._core.stepper.torn if self._core.stepper is not None else None
+        if torn is not None:
+            raise EngineError(
+                f"the last step was interrupted: {torn}. Some weights are stepped and some are not; load() a checkpoint with "
+                "its optimizer states"
+            )
         if self._core.rounds.interrupted or self._core.rounds.open:
             raise EngineError(
                 "the last backward pass was interrupted, so this window's gradients are incomplete; call "
@@ -375,6 +381,7 @@ class Engine(nn.Module):
         return {
             "resident": resident,
             "peak": peak,
+            "moved": {link: ledger.moves[link] for link in LINKS if ledger.moves.get(link)},
             "collectives": {
                 kind: {
                     "count": sent.count,

@@ -166,6 +166,8 @@ class Gradients:
         encoded = 0 if source is self.fill else self.spec.layout.padded
         self._transit = (staged + encoded) * self.wire.itemsize
         self._tiers.device.count("reduce buffer", self._transit)
+        if self.spec.row.gradient.rest.tier != "device":
+            self._tiers.moved("to_host", self.spec.layout.shard * self.wire.itemsize)
         if self.edge is not None:
             self.pending = self.edge.reduce(source, out, self._messages[0], add)
         else:  # one rank: the gradient goes to its tier

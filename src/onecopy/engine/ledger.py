@@ -19,10 +19,12 @@ class Traffic:
 
 
 class Ledger:
-    """Traffic by kind of op since the step began; nothing is added while ``counts`` is False."""
+    """Traffic by kind of op, and bytes moved between tiers, since the step began; nothing is added while ``counts`` is
+    False."""
 
     def __init__(self) -> None:
         self.open: dict[str, Traffic] = {}
+        self.moves: dict[str, int] = {}
         self.counts = True
 
     def sent(self, kind: str, elements: int, dtype: torch.dtype) -> None:
@@ -34,6 +36,12 @@ class Ledger:
         traffic.elements += elements
         traffic.bytes += elements * dtype.itemsize
 
+    def moved(self, link: str, size: int) -> None:
+        """``size`` bytes cross ``link``: to_device, to_host, disk_read or disk_write."""
+        if self.counts:
+            self.moves[link] = self.moves.get(link, 0) + size
+
     def close_step(self) -> None:
         """An optimizer step is complete."""
         self.open = {}
+        self.moves = {}

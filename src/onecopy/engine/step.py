@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections import deque
+from contextlib import closing
 
 import torch
 import torch.distributed as dist
@@ -59,7 +60,7 @@ class Stepper:
         self._moments: dict[Tier, int] = {}
         self._buffers = [gradients for unit in run.units for gradients in unit.gradients]
         # What interrupted a step: some tiles are stepped and some are not, until a checkpoint is loaded.
-        self.torn: DiskError | None = None
+        self.torn: str | None = None
         # Norms by parameter, by their order and the number of things that were settled.
         self._norms: dict[tuple[float, int], dict[str, torch.Tensor]] = {}
         # What the user's code did to ``p.grad`` in this window; the same on every rank, or the step is refused.
@@ -93,6 +94,8 @@ class Stepper:
         """This rank's share: the largest element, or the sum of ``|g| ** kind``."""
         if not self._ranks.first_replica:
             return 0.0
+        if self._ranks.device.type != "cpu":
+            torch.accelerator.current_stream().synchronize()  # gradients on their way to the host
         pieces = [piece for gradients in self._buffers if (piece := gradients.mine()).numel()]
         norms = [torch.linalg.vector_norm(piece, kind, dtype=_at_least_fp32(piece.dtype)).double() for piece in pieces]
         if not norms:
@@ -167,7 +170,8 @@ class Stepper:
             with self._run.writing(), torch.no_grad():
                 self._step_units(verdict, factor)
         except DiskError as error:
-            self.torn = error
+            self.torn = str(error)
+            self.discard()
             raise
         for tier, size in self._tiles.moments().items():
             self._tiers.memory(tier).count("moments", size - self._moments.get(tier, 0))
@@ -175,7 +179,14 @@ class Stepper:
 
     def _step_units(self, verdict: Verdict, factor: float) -> None:
         sent: deque[list[Op]] = deque()
-        coming = _Ahead(self._tiles, self._run.units)
+        with closing(_Ahead(self._tiles, self._run.units)) as coming:
+            self._step_each(verdict, factor, coming, sent)
+        while sent:
+            self._run.finish(sent.popleft())
+        if self._tiers.disk is not None:
+            self._tiers.disk.drain()
+
+    def _step_each(self, verdict: Verdict, factor: float, coming: _Ahead, sent: deque[list[Op]]) -> None:
         for unit in self._run.units:
             if not unit.gradients:
                 continue
@@ -185,10 +196,6 @@ class Stepper:
             sent.append(spreads)
             if len(sent) > 2:
                 self._run.finish(sent.popleft())
-        while sent:
-            self._run.finish(sent.popleft())
-        if self._tiers.disk is not None:
-            self._tiers.disk.drain()
 
     def _step_unit(self, unit: UnitRun, verdict: Verdict, factor: float, coming: _Ahead) -> None:
         held = {weights.spec.name: weights for weights in unit.weights}
@@ -241,6 +248,8 @@ class Stepper:
             low, high = grid.bounds(tile)
             borrowed = coming.next()
             gradient = gradients.total[low:high]
+            if row.gradient.rest.tier != memory.tier:
+                self._tiers.moved("to_host", gradient.numel() * gradient.element_size())
             if scratch is not None:
                 gradient = scratch[: high - low].copy_(gradient)
             if factor != 1.0:
@@ -279,6 +288,13 @@ class _Ahead:
         while len(self._borrowed) < 2 and (following := next(self._order, None)) is not None:
             self._borrowed.append(self._tiles.borrow(*following))
         return self._borrowed.popleft()
+
+    def close(self) -> None:
+        """Let go of what was borrowed and will not be stepped."""
+        while self._borrowed:
+            borrowed = self._borrowed.popleft()
+            for tile in (borrowed.values, *borrowed.moments.values()):
+                tile.drop()
 
 
 def _used(gradients: Gradients, verdict: Verdict) -> dict[Slot, bool]:

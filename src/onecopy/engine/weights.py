@@ -70,14 +70,14 @@ class Weights:
         self.params = params
         self.piece = piece
         self._source = source
-        self.memory = tiers.device
+        self._tiers = tiers
         self.present = True
         self.pins = 0
         self.pending: Pending | None = None
         dtype = getattr(torch, spec.dtype)
-        self.full = self.memory.alloc("gather buffer" if self.away else "parameter", spec.layout.padded, dtype)
+        self.full = self._tiers.device.alloc("gather buffer" if self.away else "parameter", spec.layout.padded, dtype)
         if self.away:  # or all units' would be there at once until their turn in adopt()
-            self.memory.vacate("gather buffer", self.full)
+            self._tiers.device.vacate("gather buffer", self.full)
         self.rest = self._make_rest(tiers, dtype)
         self.state = self._make_state(tiers)
         self.writes = Writes()
@@ -102,7 +102,8 @@ class Weights:
             dtype = getattr(torch, spec.master)
             return tiers.hold("master", "master", spec.row.optimizer.tier, spec.grid(), dtype)
         rests = self.away or spec.cut(spec.row.optimizer)
-        if spec.row.optimizer.codec is not None:
+        if spec.steps_encoded:
+            assert spec.row.optimizer.codec is not None
             held = self.rest.plain if rests else self.full
             assert held is not None
             codec = codecs.codec(spec.row.optimizer.codec, seed=crc32(spec.name.encode()))
@@ -145,7 +146,7 @@ class Weights:
                 whole[slot.start : slot.stop].copy_(value.reshape(-1))
         agree(whole)
         if self.away:
-            self.memory.materialise("gather buffer", self.full)
+            self._tiers.device.materialise("gather buffer", self.full)
         self.full.copy_(whole)
         if self.master is not None:
             low, high = self.stepped()
@@ -226,7 +227,7 @@ class Weights:
         users = torch._C._storage_Use_Count(storage._cdata)
         if users <= len(self._faces) + 2 and storage.resizable():  # the views, ``full``, ``storage``; not a numpy array
             return False
-        self.memory.count("gather buffer", -storage.nbytes())
+        self._tiers.device.count("gather buffer", -storage.nbytes())
         self.full = torch.empty_like(self.full)
         self._make_faces()
         for face in self._faces:
@@ -245,10 +246,10 @@ class Weights:
     def attend(self) -> None:
         """Take part in a gather that other ranks need, and forget what comes."""
         assert self._source.gather is not None
-        scratch = self.memory.alloc("gather buffer", self.full.numel(), self.full.dtype)
+        scratch = self._tiers.device.alloc("gather buffer", self.full.numel(), self.full.dtype)
         self._fetch(self._own_of(scratch), deque())
         self._source.gather(scratch, self._own_of(scratch)).wait()
-        self.memory.drop("gather buffer", scratch)
+        self._tiers.device.drop("gather buffer", scratch)
 
     def detach(self) -> None:
         """The engine lets go: parameters that rest whole are ordinary ones."""
@@ -258,7 +259,9 @@ class Weights:
 
     def start_gather(self) -> None:
         """Give the full buffer memory and begin to fill it: fetch this rank's shard, and gather the others'."""
-        self.memory.materialise("gather buffer", self.full)
+        self._tiers.device.materialise("gather buffer", self.full)
+        if self.spec.row.parameter.rest.tier != "device":
+            self._tiers.moved("to_device", self.spec.layout.shard * self.full.element_size())
         gather, rests = self._source.gather, self.rest.plain
         if rests is not None and rests.device == self.full.device and gather is not None:
             self.pending = gather(self.full, rests)
@@ -324,7 +327,7 @@ class Weights:
             face.param.__class__ = face.hidden_class
         self.present = False
         if not self._outlived():
-            self.memory.vacate("gather buffer", self.full)
+            self._tiers.device.vacate("gather buffer", self.full)
 
     def accept_writes(self) -> None:
         """What was written to the parameters so far is dealt with, or is to be forgotten."""
@@ -356,11 +359,18 @@ class Weights:
 
     def write_back(self, low: int, values: torch.Tensor) -> None:
         """``values`` of the master weights from element ``low`` of :meth:`stepped` on become the parameter's."""
+        row = self.spec.row
+        if row.parameter.rest.tier == "device" != row.optimizer.tier:
+            self._tiers.moved("to_device", values.numel() * self.full.element_size())
         if self.away:
             self.rest.write(low, low + values.numel(), values)
         else:
             start = self.stepped()[0] + low
-            self.full[start : start + values.numel()].copy_(values, non_blocking=True)
+            part = self.full[start : start + values.numel()]
+            if values.device != part.device:
+                # Rounded before it crosses, in pinned memory that torch keeps from reuse until the copy is done.
+                values = torch.empty(part.shape, dtype=part.dtype, pin_memory=True).copy_(values)
+            part.copy_(values, non_blocking=True)
 
     def start_spread(self) -> None:
         """Set the all-gather off that makes every rank's stepped piece whole again, in place."""

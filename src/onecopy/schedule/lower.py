@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from onecopy import codecs
 from onecopy.plan.layout import FlatLayout, Grid, Layout, Mesh, ParamFact, Tier, UnitFact, flatten
 from onecopy.plan.plan import Plan, Precision, Row, State, StepPolicy
 from onecopy.schedule.ops import Event, Group, Op
@@ -54,6 +55,7 @@ class Buffer:
     mesh: Mesh
     precision: Precision
     step: StepPolicy
+    accumulates: bool
 
     @property
     def name(self) -> str:
@@ -82,17 +84,16 @@ class Buffer:
     def master(self) -> str | None:
         """Codec of the master weights; None when the optimizer steps the parameter where it rests: it is precise enough
         (or rounded with care, see ``Row.optimizer.codec``), and on the optimizer's tier."""
-        rounded = self.dtype in _LOW and self.row.optimizer.codec is None and self.precision.master is not None
-        if not self.trainable or self.row.optimizer.codec is not None:
+        if not self.trainable or self.steps_encoded:
             return None
-        if rounded:
+        if self.dtype in _LOW and self.precision.master is not None:
             return self.precision.master
         return self.dtype if self.row.optimizer.tier != self.row.parameter.rest.tier else None
 
     @property
     def weight(self) -> str:
         """Dtype in which the optimizer steps."""
-        return "float32" if self.row.optimizer.codec is not None else self.master or self.dtype
+        return "float32" if self.steps_encoded else self.master or self.dtype
 
     @property
     def reduce_codec(self) -> str:
@@ -115,8 +116,9 @@ class Buffer:
 
     @property
     def steps_encoded(self) -> bool:
-        """Is the parameter itself the master, decoded for the step and rounded after it?"""
-        return self.row.optimizer.codec is not None
+        """Is the parameter itself the master, decoded for the step and rounded stochastically after it? That is for
+        bfloat16; others have masters, or need none."""
+        return self.trainable and self.row.optimizer.codec is not None and self.dtype == "bfloat16"
 
     def tile(self) -> int:
         """Elements of a tile."""
@@ -202,7 +204,18 @@ def _buffers(unit: UnitFact, plan: Plan, mesh: Mesh, stays: bool) -> list[Buffer
         row = plan.row(param.name)
         kinds.setdefault((param.dtype, param.trainable, _on_device(row) if stays else row), []).append(param)
     return [
-        Buffer(unit.name, index, dtype, trainable, row, flatten(params, mesh.within), mesh, plan.precision, plan.step)
+        Buffer(
+            unit.name,
+            index,
+            dtype,
+            trainable,
+            row,
+            flatten(params, mesh.within),
+            mesh,
+            plan.precision,
+            plan.step,
+            plan.batch.accumulation > 1,
+        )
         for index, ((dtype, trainable, row), params) in enumerate(kinds.items())
     ]
 
@@ -222,13 +235,25 @@ def _lower_parameter(buffer: Buffer, events: dict[Event, list[Op]]) -> None:
     gather = Op("gather", "parameter", buffer.name, elements, codec, _peers(buffer, elements), group, states.rest.tier)
     free = Op("free", "parameter", buffer.name, elements, codec)
     # Less than whole at rest, whole in use: gathered before the first use of the step.
-    events.setdefault("pre_forward", []).append(gather)
+    fetches = _fetch_shard(buffer)
+    events.setdefault("pre_forward", []).extend((*fetches, gather))
     if buffer.away(states.held):
         # Between uses too: given back after forward, gathered once more for backward.
         events.setdefault("post_forward", []).append(free)
-        events.setdefault("pre_backward", []).append(gather)
+        events.setdefault("pre_backward", []).extend((*fetches, gather))
     for event in ("grads_ready", "boundary"):
         events.setdefault(event, []).append(free)
+
+
+def _fetch_shard(buffer: Buffer) -> list[Op]:
+    """This rank's shard of the parameter comes from its tier."""
+    tier, ops = buffer.row.parameter.rest.tier, []
+    if tier == "disk":
+        padded = codecs.blocks(buffer.layout.shard, buffer.tile(), buffer.dtype)
+        ops.append(Op("fetch", "parameter", buffer.name, padded, "uint8", tier="disk"))
+    if tier != "device":
+        ops.append(Op("fetch", "parameter", buffer.name, buffer.layout.shard, buffer.dtype, tier="host"))
+    return ops
 
 
 def _lower_gradient(buffer: Buffer, plan: Plan, events: dict[Event, list[Op]]) -> None:
@@ -251,6 +276,10 @@ def _lower_gradient(buffer: Buffer, plan: Plan, events: dict[Event, list[Op]]) -
             _before_free(events, "grads_ready", reduce)
         # Whole between micro-batches: they add up locally and one reduce at the boundary serves them all.
         _before_free(events, "boundary", reduce)
+    if rest.tier != "device":
+        evict = Op("evict", "gradient", buffer.name, buffer.layout.shard, codec, tier=rest.tier)
+        for event in ("grads_ready", "boundary"):
+            _before_free(events, event, evict)
     if mesh.across > 1:
         piece = buffer.layout.shard
         sent = 2 * piece * (mesh.across - 1) // mesh.across
@@ -272,12 +301,33 @@ def _lower_step(buffer: Buffer, events: dict[Event, list[Op]]) -> None:
     piece = buffer.elements(optimizer)
     listed = events.setdefault("step", [])
     listed.append(Op("step", "master", buffer.name, piece, buffer.weight, tier=optimizer.tier))
+    _lower_states(buffer, listed)
     if buffer.master is not None:
         listed.append(Op("encode", "parameter", buffer.name, piece, buffer.dtype, tier=buffer.row.parameter.rest.tier))
     if buffer.cut(optimizer) and not buffer.cut(parameter):
         # Stepped in pieces but whole at rest: each rank's piece goes to all.
         whole, codec = buffer.layout.padded, buffer.row.wire.gather or buffer.dtype
         listed.append(Op("spread", "parameter", buffer.name, whole, codec, _peers(buffer, whole), "within"))
+
+
+def _lower_states(buffer: Buffer, listed: list[Op]) -> None:
+    """What a step moves beside the moments, which are known to :mod:`onecopy.schedule.predict`: the gradient to the host,
+    master weights from the disk and back, new weights to where the parameter rests."""
+    row, grid, name = buffer.row, buffer.grid(), buffer.name
+    if row.optimizer.tier == "device":
+        return
+    if row.gradient.rest.tier == "device":
+        codec = buffer.accumulate_codec if buffer.accumulates else buffer.reduce_codec
+        listed.append(Op("evict", "gradient", name, grid.numel, codec, tier="host"))
+    if row.optimizer.tier == "disk":
+        padded = codecs.blocks(grid.numel, grid.tile, buffer.weight)
+        listed.append(Op("fetch", "master", name, padded, "uint8", tier="disk"))
+        listed.append(Op("evict", "master", name, padded, "uint8", tier="disk"))
+    if row.parameter.rest.tier == "device":
+        listed.append(Op("fetch", "parameter", name, grid.numel, buffer.dtype, tier="host"))
+    elif row.parameter.rest.tier == "disk" and buffer.master is not None:
+        padded = codecs.blocks(grid.numel, grid.tile, buffer.dtype)
+        listed.append(Op("evict", "parameter", name, padded, "uint8", tier="disk"))
 
 
 def _lower_vote(buffers: Sequence[Buffer], units: int, mesh: Mesh) -> tuple[Op, ...]:

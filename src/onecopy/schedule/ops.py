@@ -8,7 +8,7 @@ from typing import Literal, get_args
 
 from onecopy.plan.layout import Tier, itemsize
 
-Kind = Literal["gather", "free", "fill", "reduce", "sum", "spread", "vote", "step", "encode"]
+Kind = Literal["gather", "free", "fill", "reduce", "sum", "spread", "vote", "step", "encode", "fetch", "evict"]
 Event = Literal["pre_forward", "post_forward", "pre_backward", "grads_arrive", "grads_ready", "boundary", "step"]
 Group = Literal["within", "across", "world", "none"]
 
@@ -34,6 +34,8 @@ class Op:
     vote      one small all-reduce: norm, overflow, which parameters were used
     step      the optimizer on this rank's piece
     encode    write the master weights back in the parameter's dtype
+    fetch     bring what rests on ``tier``: from the disk to the host, or from the host to the device
+    evict     put it there: from the device to the host, or from the host to the disk
     ========  =======================================================================================
 
     ``sent``: elements this rank puts on the wire to peers of ``group``.

@@ -11,8 +11,6 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 from zlib import crc32
 
-import torch
-
 from onecopy import codecs
 from onecopy.errors import PlanError
 from onecopy.plan.layout import Layout, Tier, itemsize
@@ -20,12 +18,10 @@ from onecopy.plan.plan import Plan
 from onecopy.schedule.lower import Buffer, Schedule
 from onecopy.schedule.ops import Event, Op
 
-__all__ = ["check_caps", "moment_codecs", "predict", "resident", "scratch_bytes", "traffic", "uses_disk"]
+__all__ = ["check_caps", "moment_codecs", "moved", "predict", "resident", "scratch_bytes", "traffic", "uses_disk"]
 
 Bytes = dict[str, int]
 TIERS: tuple[Tier, ...] = ("device", "host", "disk")
-# Tiles of states on disk, or encoded, begin on blocks of a disk.
-BLOCK = 4096
 
 
 def resident(schedule: Schedule, piece: int) -> dict[Tier, Bytes]:
@@ -51,7 +47,7 @@ def _parameter(buffer: Buffer) -> int:
     rest = buffer.row.parameter.rest
     if rest.tier != "disk":
         return buffer.elements(rest) * itemsize(buffer.dtype)
-    return _tiles(buffer.layout.shard, buffer.tile(), buffer.dtype, None)
+    return codecs.blocks(buffer.layout.shard, buffer.tile(), buffer.dtype)
 
 
 def _held(buffer: Buffer, tier: Tier, codec: str, encoded: codecs.Codec | None) -> int:
@@ -59,11 +55,7 @@ def _held(buffer: Buffer, tier: Tier, codec: str, encoded: codecs.Codec | None) 
     if tier != "disk" and encoded is None:
         return buffer.elements(buffer.row.optimizer) * itemsize(codec)
     grid = buffer.grid()
-    return _tiles(grid.numel, grid.tile, codec, encoded)
-
-
-def _tiles(elements: int, tile: int, codec: str, encoded: codecs.Codec | None) -> int:
-    return codecs.stride(tile, getattr(torch, codec), encoded, BLOCK) * -(-elements // tile)
+    return codecs.blocks(grid.numel, grid.tile, codec, encoded)
 
 
 def moment_codecs(
@@ -132,16 +124,21 @@ def gradient_codec(schedule: Schedule, buffer: Buffer) -> str:
 
 def traffic(schedule: Schedule) -> dict[str, dict[str, Any]]:
     """Collectives of one optimizer step by kind: how many, and what this rank sends."""
-    steps: dict[Event, int] = {"pre_forward": 1, "pre_backward": 1, "grads_ready": 0, "boundary": 0, "step": 1}
-    micro = schedule.plan.batch.accumulation
     total: dict[str, dict[str, Any]] = {}
-    repeats = {**steps, "pre_forward": micro, "pre_backward": micro, "grads_ready": micro - 1, "boundary": 1}
-    for (_, event), ops in schedule.ops.items():
-        for op in ops:
-            _add(total, op, repeats.get(event, 0))
+    for op, times in _each_op(schedule):
+        _add(total, op, times)
     for op in schedule.vote:
         _add(total, op, 1)
     return total
+
+
+def _each_op(schedule: Schedule) -> Iterator[tuple[Op, int]]:
+    """Every op of the units, and how often it runs in one optimizer step."""
+    micro = schedule.plan.batch.accumulation
+    repeats = {"pre_forward": micro, "pre_backward": micro, "grads_ready": micro - 1, "boundary": 1, "step": 1}
+    for (_, event), ops in schedule.ops.items():
+        for op in ops:
+            yield op, repeats.get(event, 0)
 
 
 def _add(total: dict[str, dict[str, Any]], op: Op, times: int) -> None:
@@ -155,7 +152,8 @@ def _add(total: dict[str, dict[str, Any]], op: Op, times: int) -> None:
 
 def predict(schedule: Schedule, piece: int = 0) -> dict[str, Any]:
     """``{"resident": {tier: {kind: bytes}}, "peak": {tier: {"total": bytes, kind: bytes}},
-    "collectives": {kind: {"count", "elements", "bytes", "group"}}}`` for one rank and one optimizer step."""
+    "collectives": {kind: {"count", "elements", "bytes", "group"}}, "moved": {link: bytes}}`` for one rank and one optimizer
+    step."""
     at_rest = resident(schedule, piece)
     walk = _Walk(schedule, at_rest)
     walk.step()
@@ -164,7 +162,33 @@ def predict(schedule: Schedule, piece: int = 0) -> dict[str, Any]:
         for tier, kinds in walk.peak.items()
         if tier in at_rest or walk.peak_total[tier]
     }
-    return {"resident": at_rest, "peak": peak, "collectives": traffic(schedule)}
+    return {"resident": at_rest, "peak": peak, "collectives": traffic(schedule), "moved": moved(schedule, piece)}
+
+
+def moved(schedule: Schedule, piece: int = 0) -> dict[str, int]:
+    """Bytes that one optimizer step moves between the tiers of this rank: ``to_device`` and ``to_host`` (across PCIe where
+    there is an accelerator), ``disk_read`` and ``disk_write`` with the padding of tiles. The first step reads no moments.
+    """
+    total: dict[str, int] = dict.fromkeys(LINKS, 0)
+    for op, times in _each_op(schedule):
+        if op.kind in ("fetch", "evict"):
+            total[link(op)] += op.bytes * times
+    for buffer in schedule.buffers:
+        if buffer.trainable and buffer.row.moment.tier == "disk":
+            size = moments(schedule, buffer, piece)
+            total["disk_read"] += size
+            total["disk_write"] += size
+    return {name: size for name, size in total.items() if size}
+
+
+LINKS = ("to_device", "to_host", "disk_read", "disk_write")
+
+
+def link(op: Op) -> str:
+    """What a fetch or an evict crosses."""
+    if op.tier == "disk":
+        return "disk_read" if op.kind == "fetch" else "disk_write"
+    return "to_device" if op.kind == "fetch" else "to_host"
 
 
 class _Walk:

@@ -2,29 +2,37 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
-from onecopy.codecs import Codec, stride
+from onecopy.codecs import ALIGN, Codec, blocks
 from onecopy.plan.layout import Grid, Tier
 from onecopy.plan.plan import Caps
 from onecopy.tiers.disk import Disk, Region, Staged, Transfer
 from onecopy.tiers.held import Held, Loan, Resident
 from onecopy.tiers.memory import Memory
 
-__all__ = ["ALIGN", "Tiers"]
+__all__ = ["Tiers"]
 
-# Tiles of states that are not plain numbers in memory begin on the blocks of a disk.
-ALIGN = 4096
+
+def _nowhere(link: str, size: int) -> None:
+    """Nobody counts."""
+
 
 
 class Tiers:
     """``device`` and ``host`` allocate memory; ``disk`` holds files, and its :class:`Memory` is their account."""
 
-    def __init__(self, device: torch.device, caps: Caps, disk: Disk | None = None) -> None:
+    def __init__(
+        self, device: torch.device, caps: Caps, disk: Disk | None = None, moved: Callable[[str, int], None] = _nowhere
+    ) -> None:
         self.device = Memory("device", device, caps.device)
         self.host = Memory("host", torch.device("cpu"), caps.host, pinned=device.type != "cpu")
         self.account = Memory("disk", torch.device("cpu"))
         self.disk = disk
+        # Told of bytes that move between tiers, by the link that they cross.
+        self.moved = moved
 
     def memory(self, tier: Tier) -> Memory:
         """What allocates on ``tier``, or keeps the account of it."""
@@ -52,15 +60,14 @@ class Tiers:
         """Room for a state of ``kind`` over ``grid``. On disk it is reserved, and there once the disk is open."""
         if tier == "disk":
             assert self.disk is not None
-            apart = stride(grid.tile, dtype, codec, ALIGN)
-            size = apart * grid.count
+            size = blocks(grid.numel, grid.tile, _name(dtype), codec)
             self.account.count(kind, size)
-            place = OnDisk(self.disk, self.disk.reserve(name, size))
+            place = OnDisk(self.disk, self.disk.reserve(name, size), self.moved)
             return Held(grid, dtype, place, codec, self.host, ALIGN)
         memory = self.memory(tier)
         if codec is None:
             return self.show(memory.alloc(kind, grid.numel, dtype), grid.tile)
-        size = stride(grid.tile, dtype, codec, ALIGN) * grid.count
+        size = blocks(grid.numel, grid.tile, _name(dtype), codec)
         return Held(grid, dtype, Resident(memory.alloc(kind, size, torch.uint8)), codec, memory, ALIGN)
 
     def close(self) -> None:
@@ -69,24 +76,37 @@ class Tiers:
             self.disk.close()
 
 
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
 class OnDisk:
     """A place in a file."""
 
-    def __init__(self, disk: Disk, region: Region) -> None:
+    def __init__(self, disk: Disk, region: Region, moved: Callable[[str, int], None]) -> None:
         self._disk = disk
         self._region = region
+        self._moved = moved
 
     def lend(self, low: int, high: int, fresh: bool) -> Loan:
-        staged = self._disk.stage(high - low) if fresh else self._disk.fetch(self._region, low, high)
-        return _Lent(self._disk, self._region, low, staged)
+        if fresh:
+            staged: Transfer | Staged = self._disk.stage(high - low)
+        else:
+            self._moved("disk_read", high - low)
+            staged = self._disk.fetch(self._region, low, high)
+        return _Lent(self, low, staged)
+
+    def write(self, low: int, staged: Transfer | Staged) -> None:
+        """Begin to write what was lent, at byte ``low``."""
+        self._moved("disk_write", staged.size)
+        self._disk.put(self._region, low, staged)
 
 
 class _Lent:
     """Bytes of a file in staging memory."""
 
-    def __init__(self, disk: Disk, region: Region, low: int, staged: Transfer | Staged) -> None:
-        self._disk = disk
-        self._region = region
+    def __init__(self, place: OnDisk, low: int, staged: Transfer | Staged) -> None:
+        self._place = place
         self._low = low
         self._staged = staged
 
@@ -94,7 +114,7 @@ class _Lent:
         return self._staged.tensor if isinstance(self._staged, Staged) else self._staged.wait()
 
     def put(self) -> None:
-        self._disk.put(self._region, self._low, self._staged)
+        self._place.write(self._low, self._staged)
 
     def drop(self) -> None:
         self._staged.release()

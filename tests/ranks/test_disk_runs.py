@@ -1,0 +1,238 @@
+"""Runs whose states are on disk: what fails there is one clear error, and nothing that was saved is lost."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import onecopy
+from onecopy.errors import CheckpointError, DiskError, EngineError
+from tests.ranks.harness import run_ranks
+from tests.ranks.test_offload import SMALL, TILE, adamw, go_on, same, stack
+
+pytestmark = pytest.mark.ranks
+
+
+def plan(folder: Path | str, staging: int = 8 << 20) -> onecopy.Plan:
+    return onecopy.infinity(onecopy.Scratch(str(folder), staging=staging), step=TILE, units=SMALL)
+
+
+def program(body: str, *args: str, **options: Any) -> subprocess.CompletedProcess[str]:
+    """A process of its own, one rank, that has ``stack``, ``go_on`` and ``plan``."""
+    head = """
+        import json, os, signal, sys
+        import torch, onecopy
+        from tests.ranks.test_disk_runs import plan
+        from tests.ranks.test_offload import adamw, go_on, stack
+        folder, saved = sys.argv[1], sys.argv[2]
+        engine = onecopy.initialize(stack(), plan(folder), optimizer=adamw)
+    """
+    code = textwrap.dedent(head) + textwrap.dedent(body)
+    root = str(Path(__file__).parents[2])
+    environment = {**os.environ, "PYTHONPATH": root, "OMP_NUM_THREADS": "1"}
+    return subprocess.run(
+        [sys.executable, "-c", code, *args], env=environment, capture_output=True, text=True, timeout=120, **options
+    )
+
+
+# ------------------------------------------------------------------------------------------------------------- killed
+
+
+KILLED = """
+    go_on(engine, 0, 3)
+    engine.save(saved)
+    seen = []
+
+    def in_the_middle(optimizer, args, kwargs):
+        seen.append(0)
+        if len(seen) == 5:  # some tiles of this step are stepped, some are on their way to the disk, some are not
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    engine.optimizer.register_step_post_hook(in_the_middle)
+    go_on(engine, 0, 1, first=3)
+"""
+
+RESUMED = """
+    engine.load(saved)
+    print(json.dumps([value if isinstance(value, float) else value.tolist() for value in go_on(engine, 0, 2, first=3)]))
+"""
+
+
+def test_killed_in_the_middle_of_a_step_and_resumed(tmp_path: Path) -> None:
+    """The resumed run goes on to the bit as one that was never killed, and the dead run's files are gone."""
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    killed = program(KILLED, str(scratch), str(tmp_path / "saved"))
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    left = {path for path in scratch.rglob("*.bin")}
+    assert left
+    resumed = program(RESUMED, str(scratch), str(tmp_path / "saved"))
+    assert resumed.returncode == 0, resumed.stderr
+    assert not list(scratch.rglob("*.bin"))
+    engine = onecopy.initialize(stack(), onecopy.stage(3, step=TILE, units=SMALL), optimizer=adamw)
+    go_on(engine, 0, 3)
+    wanted = [value if isinstance(value, float) else value.tolist() for value in go_on(engine, 0, 2, first=3)]
+    engine.close()
+    assert json.loads(resumed.stdout) == wanted
+
+
+# ------------------------------------------------------------------------------------------------- the disk that fails
+
+
+def refused(rank: int, world: int, folder: str) -> list[str]:
+    said = []
+    for path in (f"{folder}/absent/deeper", __file__):
+        model = stack()
+        before = [param.clone() for param in model.parameters()]
+        with pytest.raises(onecopy.errors.OneCopyError) as caught:
+            onecopy.initialize(model, plan(path), optimizer=adamw)
+        assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+        said.append(str(caught.value))
+    return said
+
+
+def test_a_folder_that_is_missing_or_none(tmp_path: Path) -> None:
+    for absent, no_folder in run_ranks(refused, 2, str(tmp_path)):
+        assert "absent" in absent
+        assert str(tmp_path) in absent
+        assert Path(__file__).name in no_folder
+
+
+def test_a_disk_without_room_is_refused_at_the_start(tmp_path: Path) -> None:
+    """The files get their whole size before the first step, so a full disk does not show in the middle of a run."""
+    body = """
+    go_on(engine, 0, 1)
+    """
+    limit = 16 << 10  # bytes a file may have: the system refuses as a full disk does
+    done = program(
+        body,
+        str(tmp_path),
+        str(tmp_path),
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit)),
+    )
+    assert done.returncode == 1
+    assert "DiskError" in done.stderr
+    assert str(tmp_path) in done.stderr
+    assert not list(tmp_path.rglob("*.bin"))
+
+
+def test_two_runs_in_one_folder(tmp_path: Path) -> None:
+    """The second is refused and says who is there; the first goes on. Another engine of one process is no other run."""
+    body = """
+    import subprocess
+    if len(sys.argv) == 3:
+        go_on(engine, 0, 1)
+        code = "import sys, onecopy; from tests.ranks.test_disk_runs import plan; from tests.ranks.test_offload import *; "
+        code += "onecopy.initialize(stack(), plan(sys.argv[1]), optimizer=adamw)"
+        other = subprocess.run([sys.executable, "-c", code, folder], capture_output=True, text=True)
+        assert other.returncode == 1
+        print(other.stderr)
+        second = onecopy.initialize(stack(), plan(folder), optimizer=adamw)
+        go_on(second, 0, 1)
+        go_on(engine, 0, 1)
+        print("pid", os.getpid())
+    """
+    done = program(body, str(tmp_path), str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    assert "DiskError" in done.stdout
+    assert done.stdout.split("pid ")[-1].strip() in done.stdout.split("DiskError: ")[1]
+
+
+def truncated(rank: int, world: int, folder: str, saved: str) -> list[str]:
+    """Somebody cuts a file of moments short between two steps."""
+    engine = onecopy.initialize(stack(), plan(folder), optimizer=adamw)
+    go_on(engine, rank, 2)
+    engine.save(saved)
+    (file,) = Path(folder).rglob("exp_avg_sq.bin")
+    os.truncate(file, 4096)
+    said = []
+    with pytest.raises(DiskError) as lost:
+        go_on(engine, rank, 1, first=2)
+    said.append(str(lost.value))
+    with pytest.raises(EngineError, match="the last step was interrupted") as refused_step:
+        go_on(engine, rank, 1, first=2)
+    said.append(str(refused_step.value))
+    with pytest.raises(CheckpointError, match="after a step that was interrupted"):
+        engine.save(saved)
+    engine.close()
+    engine = onecopy.initialize(stack(), plan(folder), optimizer=adamw)
+    engine.load(saved)
+    assert same(go_on(engine, rank, 2, first=2), twin())
+    engine.close()
+    return said
+
+
+def twin() -> list[Any]:
+    engine = onecopy.initialize(stack(), onecopy.stage(3, step=TILE, units=SMALL), optimizer=adamw)
+    go_on(engine, 0, 2)
+    seen = go_on(engine, 0, 2, first=2)
+    engine.close()
+    return seen
+
+
+def test_a_file_that_somebody_truncated(tmp_path: Path) -> None:
+    """One error with the path; the torn engine neither steps nor saves; a new one resumes from the checkpoint."""
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    ((lost, refused_step),) = run_ranks(truncated, 1, str(scratch), str(tmp_path / "saved"))
+    assert "exp_avg_sq.bin" in lost
+    assert "exp_avg_sq.bin" in refused_step
+
+
+def test_staging_that_a_tile_does_not_fit(tmp_path: Path) -> None:
+    with pytest.raises(DiskError, match="staging"):
+        engine = onecopy.initialize(stack(), plan(tmp_path, staging=16 << 10), optimizer=adamw)
+        go_on(engine, 0, 1)
+
+
+# --------------------------------------------------------------------------------------------------------------- memory
+
+
+MEMORY = """
+    from onecopy.gpt import GPT, GPTConfig
+    engine.close()
+
+    def highest():
+        line = next(line for line in open("/proc/self/status") if line.startswith("VmHWM"))
+        return int(line.split()[1]) << 10
+
+    base = highest()
+    with torch.device("meta"):
+        model = GPT(GPTConfig(layers=12, heads=4, width=512, context=64, recompute=True))
+    capped = onecopy.infinity(
+        onecopy.Scratch(folder, staging=24 << 20),
+        dtype="bf16",
+        units=SMALL,
+        step=onecopy.StepPolicy(tile=1 << 18),
+        caps=onecopy.Caps(device=32 << 20, host=128 << 20),
+    )
+    engine = onecopy.initialize(model, capped, optimizer=adamw)
+    for step in range(2):
+        tokens = torch.randint(0, 256, (1, 65), generator=torch.Generator().manual_seed(step))
+        engine(tokens[:, :-1], tokens[:, 1:]).backward()
+        engine.step()
+    states = sum(sum(kinds.values()) for kinds in engine.predicted()["resident"].values())
+    print(json.dumps([states, highest() - base, engine.predicted() == engine.measured()]))
+"""
+
+
+def test_states_that_are_not_in_memory(tmp_path: Path) -> None:
+    """A model of 38M parameters, 650 MB of states, from the meta device: the process grows by less than a third of that,
+    most of it gradients, and keeps its caps."""
+    head = "    from tests.ranks.test_disk_runs import SMALL\n"
+    done = program(head + MEMORY, str(tmp_path), str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    states, grown, predicted = json.loads(done.stdout)
+    assert predicted
+    assert states > 600 << 20
+    assert grown < states / 3, (grown, states)
