@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -23,6 +23,7 @@ from onecopy.engine.hooks import scaled_loss
 from onecopy.engine.parameter import home_of
 from onecopy.engine.precision import LossScaler
 from onecopy.engine.step import raise_at_floor
+from onecopy.engine.ticking import Ticks
 from onecopy.engine.uneven import Shares, uneven
 from onecopy.errors import EngineError
 from onecopy.plan.plan import Plan
@@ -46,7 +47,8 @@ class Engine(nn.Module):
     global_steps    windows that were completed, skipped ones included
     skipped_steps   windows whose gradients were not finite: no weight, moment or schedule moved
     micro_steps     ``step()`` calls
-    grad_norm       global norm of the last window's gradients before clipping; None before the first
+    grad_norm       global norm of the last window's gradients before the plan's clipping, and after what the loop did to
+                    ``p.grad`` by hand; None before the first
     ==============  ==================================================================================
     """
 
@@ -54,6 +56,7 @@ class Engine(nn.Module):
         super().__init__()
         self.module = module
         self._core = core
+        self._ticks = Ticks()
         self._scaler = LossScaler(core.plan.precision.loss_scale)
         self.global_steps = 0
         self.skipped_steps = 0
@@ -218,6 +221,14 @@ class Engine(nn.Module):
         backward pass and its step it warns: :meth:`discard_gradients` is what drops them."""
         self._core.rounds.warn_of_zeroing()
 
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """As for any module, whose names begin with ``module.`` here; the bare names of the model will do as well."""
+        known = {name for name, _ in (*self.module.named_parameters(), *self.module.named_buffers())}
+        own = any(name.startswith("module.") and name.removeprefix("module.") in known for name in state_dict)
+        if not own and not known.isdisjoint(state_dict):
+            return self.module.load_state_dict(state_dict, strict, assign)
+        return super().load_state_dict(state_dict, strict, assign)
+
     def _optimizer(self) -> Optimizer:
         self._check_open()
         if self._core.optimizer is None:
@@ -283,7 +294,7 @@ class Engine(nn.Module):
         if verdict.finite:
             stepper.apply(verdict, scale)
             if core.scheduler is not None:
-                core.scheduler.step()
+                self._ticks.tick(core.scheduler)
         else:
             self.skipped_steps += 1
             stepper.discard()

@@ -95,7 +95,7 @@ METADATA_METHODS = frozenset(
     "size dim ndimension numel nelement stride element_size is_floating_point is_complex is_contiguous get_device "
     "storage_offset is_signed __len__ requires_grad_ register_hook register_post_accumulate_grad_hook __hash__ "
     "is_inference has_names _is_view _has_symbolic_sizes_strides result_type is_same_size can_cast is_shared is_pinned "
-    "is_tensor is_conj is_neg __format_meta__ _typed_storage_meta".split()
+    "is_tensor is_conj is_neg __format_meta__ _typed_storage_meta _has_compatible_shallow_copy_type".split()
 )
 # What a hidden parameter's own memory would answer wrongly: it repeats one element.
 _LAYOUT_METHODS = frozenset("stride is_contiguous storage_offset".split())
@@ -105,6 +105,7 @@ _LIKE = frozenset(
     "new_tensor".split()
 )
 _ALIASES = frozenset("detach view view_as reshape flatten __getitem__ select narrow t transpose unsqueeze squeeze".split())
+_MOVES = frozenset("to cpu cuda xpu half bfloat16 float double type".split())
 _RANDOM = frozenset("normal_ uniform_ bernoulli_ random_ exponential_ geometric_ cauchy_ log_normal_".split())
 _FILLS = frozenset("fill_ zero_ copy_".split())
 ELEMENTWISE = frozenset(
@@ -174,7 +175,24 @@ def _dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
                 return subject
     if all(tensor.__dict__[HOME].demand() for tensor in absent):
         return func(*_resolved(args), **dict(zip(kwargs, _resolved(tuple(kwargs.values())), strict=True)))
+    if name in _MOVES and first is subject and _CHAIN not in subject.__dict__:
+        with torch._C.DisableTorchFunctionSubclass():
+            return _moved(func, name, subject, home, args[1:], kwargs)
     raise _refuse(home, f"{name}()")
+
+
+def _moved(func: Any, name: str, subject: torch.Tensor, home: Home, rest: Any, kwargs: dict[str, Any]) -> torch.Tensor:
+    """``subject`` where ``func`` moves or casts it to what it is already; an error where it does not."""
+    local = home.local()[0]
+    probe = local.new_empty((0,) * len(home.shape))
+    target = func(probe, *rest, **kwargs)
+    if target.device == probe.device and target.dtype == probe.dtype:
+        return subject
+    raise ShardedReadError(
+        f"{name}() would make sharded parameter {home.name!r} {target.dtype} on {target.device}, and it is {local.dtype} on "
+        f"{local.device}: shards stay as they were made. Say the device in onecopy.deferred(device=) and "
+        "onecopy.initialize(device=), and the dtype in the plan: onecopy.stage(..., dtype='bf16')"
+    )
 
 
 def _resolved(values: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -215,6 +233,11 @@ def _access(func: Any, prop: str, subject: torch.Tensor, home: Home, args: Any, 
         raise _refuse(home, f".{prop}")
     if prop == "data" and isinstance(args[-1], StandIn) and args[-1].__dict__[HOME] is home:
         return None  # ``p.data += 1`` has written through the stand-in already
+    other = home_of(args[-1])
+    if prop == "data" and other is home and _CHAIN not in args[-1].__dict__:
+        return None  # itself: it was moved to where it is
+    if other is not None and other is not home and not other.present:
+        raise _refuse(other, f"setting .{prop} to it")
     whole = isinstance(args[-1], torch.Tensor) and args[-1].shape == home.shape
     if prop == "data" and whole and _CHAIN not in subject.__dict__:
         with home.writing():
@@ -313,11 +336,19 @@ def _refuse_copy(self: torch.Tensor, *_: Any) -> Any:
     raise _refuse(home, "copying or pickling")
 
 
+def _refuse_pickle(self: torch.Tensor, protocol: Any) -> Any:
+    home: Home = self.__dict__[HOME]
+    if home.present:
+        return torch.Tensor.__reduce_ex__(self, protocol)  # type: ignore[no-untyped-call]
+    raise _refuse(home, "copying or pickling")
+
+
 class StandIn(torch.Tensor):
     """A view of a sharded parameter taken without reading it."""
 
     __torch_function__: Any = classmethod(_torch_function)
     __deepcopy__ = _refuse_copy
+    __reduce_ex__ = _refuse_pickle
 
 
 _HIDDEN_CLASS: dict[type, type] = {}
@@ -329,6 +360,7 @@ def _hidden_class(base: type) -> type:
         members = {
             "__torch_function__": classmethod(_torch_function),
             "__deepcopy__": _refuse_copy,
+            "__reduce_ex__": _refuse_pickle,
             "__module__": __name__,
         }
         name = "ShardedParameter" if base is nn.Parameter else f"Sharded{base.__name__}"

@@ -252,6 +252,19 @@ def _read_data(param: torch.Tensor) -> torch.Tensor:
     return data
 
 
+def _write_data(param: torch.Tensor, value: torch.Tensor) -> None:
+    """``param.data = value``, which is how modules move and cast their parameters."""
+    home = param.__dict__.get(HOME)
+    kinds = [(tuple(tensor.shape), tensor.dtype, tensor.device) for tensor in (param, value)]
+    if home is not None and home.weights.core is not None and kinds[0] != kinds[1]:
+        one, other = (f"{dtype} of shape {shape} on {device}" for shape, dtype, device in kinds)
+        raise EngineError(
+            f"parameter {home.name!r} was to become {other}; the engine trains it as {one}. Say the dtype in the plan, "
+            "onecopy.stage(..., dtype='bf16'), and the device in onecopy.initialize(device=); or engine.close() first"
+        )
+    _set_data(param, value)
+
+
 def _register_hook(param: torch.Tensor, hook: Callable[..., Any]) -> Any:
     handle = torch.Tensor.register_post_accumulate_grad_hook(param, hook)  # type: ignore[no-untyped-call]
     engine_last(param)
@@ -266,7 +279,7 @@ def shown_class(base: Any) -> type:
     if base not in _SHOWN:
         members = {
             "grad": property(read_grad, write_grad, lambda param: write_grad(param, None)),
-            "data": property(_read_data, lambda param, value: _set_data(param, value)),
+            "data": property(_read_data, _write_data),
             "register_post_accumulate_grad_hook": _register_hook,
             "__module__": __name__,
             "_onecopy_shown": True,

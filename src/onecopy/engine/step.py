@@ -97,11 +97,11 @@ class Stepper:
         if self._ranks.device.type != "cpu":
             torch.accelerator.current_stream().synchronize()  # gradients on their way to the host
         pieces = [piece for gradients in self._buffers if (piece := gradients.mine()).numel()]
-        norms = [torch.linalg.vector_norm(piece, kind, dtype=_at_least_fp32(piece.dtype)).double() for piece in pieces]
-        if not norms:
+        if not pieces:
             return 0.0
-        stacked = torch.stack(norms)
-        part = (stacked.max() if kind == math.inf else stacked.pow(kind).sum()).item()
+        part = _sum_of(pieces, kind, wide=False)
+        if not math.isfinite(part):  # squares overflow long before gradients do
+            part = _sum_of(pieces, kind, wide=True)
         # MAX and SUM over ranks agree that infinity is not finite, but not on NaN.
         return math.inf if math.isnan(part) else part
 
@@ -325,6 +325,14 @@ def raise_at_floor(scaler: LossScaler, step: int, suspects: list[str], outputs_f
         f"step {step}: gradients are not finite at the smallest loss scale {scaler.scale:g}; first of them: {named}. The "
         f"model's outputs (the loss, if it computes one) {outputs}. Training in bf16 needs no scale"
     )
+
+
+def _sum_of(pieces: list[torch.Tensor], kind: float, wide: bool) -> float:
+    """The largest element, or the sum of ``|g| ** kind``; ``wide``: in float64 from the start."""
+    dtypes = [torch.float64 if wide and not piece.is_complex() else _at_least_fp32(piece.dtype) for piece in pieces]
+    norms = [torch.linalg.vector_norm(piece, kind, dtype=dtype).double() for piece, dtype in zip(pieces, dtypes, strict=True)]
+    stacked = torch.stack(norms)
+    return float(stacked.max() if kind == math.inf else stacked.pow(kind).sum())
 
 
 def _root(total: float, kind: float) -> float:
