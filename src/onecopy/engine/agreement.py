@@ -34,7 +34,7 @@ def look(units: Iterable[UnitRun], options: list[dict[str, Any]], edits: list[tu
     state = State(options, edits=edits)
     for weights in (weights for unit in units for weights in unit.weights):
         name, writes = weights.spec.name, weights.writes
-        if weights.notice_writes() or writes.touched:
+        if weights.notice_writes() or (writes.touched and not weights.away):
             state.values[name] = checksum(weights.full)
         writes.touched = False
         stopped = frozen(weights)

@@ -47,7 +47,7 @@ class Engine(nn.Module):
     global_steps    windows that were completed, skipped ones included
     skipped_steps   windows whose gradients were not finite: no weight, moment or schedule moved
     micro_steps     ``step()`` calls
-    grad_norm       global norm of the last window's gradients before the plan's clipping, and after what the loop did to
+    grad_norm       global norm of the last window's gradients before clipping by the plan, after what the loop did to
                     ``p.grad`` by hand; None before the first
     ==============  ==================================================================================
     """

@@ -191,7 +191,8 @@ def _moved(func: Any, name: str, subject: torch.Tensor, home: Home, rest: Any, k
     raise ShardedReadError(
         f"{name}() would make sharded parameter {home.name!r} {target.dtype} on {target.device}, and it is {local.dtype} on "
         f"{local.device}: shards stay as they were made. Say the device in onecopy.deferred(device=) and "
-        "onecopy.initialize(device=), and the dtype in the plan: onecopy.stage(..., dtype='bf16')"
+        "onecopy.initialize(device=), and the dtype in the plan: onecopy.stage(..., dtype='bf16'). To read it, open "
+        "onecopy.gathered(parameter)"
     )
 
 
