@@ -15,6 +15,7 @@ from rich.console import Console
 from onecopy import gpt
 from onecopy.errors import ConfigError, OneCopyError
 from onecopy.launch import Outcome, default_ranks, place, run_ranks
+from onecopy.place import STATES, Place, bytes_of
 from onecopy.train import SAVE_EVERY, Method, Run, Settings, Task, show_report, what_is_kept
 from onecopy.train import train as run_training
 
@@ -68,6 +69,13 @@ def train(
     accumulation: Annotated[int | None, typer.Option(help="Micro-batches per optimizer step (default: 1)")] = None,
     lr: Annotated[float | None, typer.Option(help="Highest learning rate of AdamW (default: by the width)")] = None,
     recompute: Annotated[bool, typer.Option(help="Recompute activations in backward.")] = False,
+    offload: Annotated[str | None, typer.Option(help="Optimizer states on the host or on disk: host or disk.")] = None,
+    offload_parameters: Annotated[str | None, typer.Option(help="At stage 3, parameters there too: host or disk.")] = None,
+    offload_ratio: Annotated[float | None, typer.Option(help="Share of the elements that are offloaded (default: 1)")] = None,
+    scratch: Annotated[str | None, typer.Option(help="Folder for what is on disk; emptied at the end.")] = None,
+    states: Annotated[str, typer.Option(help=f"Format of the optimizer's moments: {', '.join(STATES)}.")] = "fp32",
+    device_memory: Annotated[str | None, typer.Option(help="Most that a rank's states may take there, as 12G.")] = None,
+    host_memory: Annotated[str | None, typer.Option(help="The same for the host.")] = None,
     steps: Annotated[int, typer.Option(help="Optimizer steps in all, earlier runs included.")] = 300,
     save_every: Annotated[int, typer.Option(help="Steps between checkpoints.")] = SAVE_EVERY,
     keep: Annotated[int, typer.Option(help="Newest checkpoints to keep.")] = 2,
@@ -76,7 +84,9 @@ def train(
 ) -> None:
     """Train a byte-level GPT on text; run again to resume."""
     task = Task(model, context, tuple(data or ()), seed)
-    method = Method(config, stage, dtype, batch_size, accumulation, lr, recompute)
+    caps = bytes_of("--device-memory", device_memory), bytes_of("--host-memory", host_memory)
+    placed = Place(offload, offload_parameters, offload_ratio, scratch, states, *caps)
+    method = Method(config, stage, dtype, batch_size, accumulation, lr, recompute, placed)
     settings = Settings(task, method, Run(str(out), steps, save_every, keep))
     outcome, report = run_training(settings, default_ranks() if nproc is None else nproc)
     if outcome.exit_code:

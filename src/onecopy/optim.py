@@ -19,7 +19,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from onecopy.engine.weights import ParameterHome, Weights
+from onecopy.engine.home import ParameterHome
+from onecopy.engine.weights import Weights
 from onecopy.errors import EngineError, PlanError
 from onecopy.plan.layout import Slot, Tier
 from onecopy.tiers.held import Held, Tile
@@ -51,9 +52,10 @@ def build(optimizer: Optimizer | Factory, model: nn.Module) -> Optimizer:
 # Finding out whether an optimizer is elementwise
 
 
-def _sibling(optimizer: Optimizer, params: list[torch.Tensor]) -> Optimizer | None:
-    """A fresh optimizer of the same class and options over ``params``; None when its class cannot be made that way."""
-    options = {key: value for key, value in optimizer.param_groups[0].items() if key != "params"}
+def _sibling(optimizer: Optimizer, group: dict[str, Any], params: list[torch.Tensor]) -> Optimizer | None:
+    """A fresh optimizer of the same class over ``params`` with the options of ``group``; None when its class cannot be
+    made that way."""
+    options = {key: value for key, value in group.items() if key != "params"}
     known = inspect.signature(type(optimizer).__init__).parameters
     takes_all = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in known.values())
     keywords = {key: value for key, value in options.items() if key in known or takes_all}
@@ -83,17 +85,38 @@ def _grads(shapes: Iterable[torch.Tensor], step: int) -> list[torch.Tensor]:
     return [torch.randn(tensor.shape, generator=generator).to(tensor) for tensor in shapes]
 
 
-def probe(optimizer: Optimizer, device: torch.device) -> tuple[tuple[str, str | None], ...] | None:
-    """Name and codec (None: the weight's own) of the optimizer's per-element states, found by stepping small tensors.
+States = tuple[tuple[str, str | None], ...]
+# Options that no optimizer's states depend on: groups that differ in these alone are tried once.
+_STATELESS = ("params", "lr", "initial_lr", "weight_decay")
+
+
+def probe(optimizer: Optimizer, device: torch.device) -> list[States | None]:
+    """For each group, name and codec (None: the weight's own) of the per-element states that the optimizer will keep, found
+    by stepping small tensors on ``device``; None for an optimizer that cannot be made afresh, which is trusted.
+
+    Raises :class:`PlanError` when the optimizer cannot be sharded.
+    """
+    known: dict[str, States | None] = {}
+    found = []
+    for group in optimizer.param_groups:
+        options = repr({key: value for key, value in group.items() if key not in _STATELESS})
+        if options not in known:
+            known[options] = _try(optimizer, group, device)
+        found.append(known[options])
+    return found
+
+
+def _try(optimizer: Optimizer, group: dict[str, Any], device: torch.device) -> States | None:
+    """Step small tensors with the options of ``group``.
 
     Two matrices are stepped whole and together, their copies cut flat at odd places and one after the other. Raises
     :class:`PlanError` when the results differ: the optimizer looks at more than one element at a time, or at more than
-    one tensor, and cannot be sharded. An optimizer that cannot be made afresh is trusted, and None returned.
+    one tensor, and cannot be sharded.
     """
     start = [torch.linspace(-1, 1, 12, device=device).view(4, 3), torch.linspace(1, 2, 6, device=device).view(2, 3)]
     whole = [nn.Parameter(tensor.clone()) for tensor in start]
     cut = [nn.Parameter(piece.clone()) for tensor in start for piece in tensor.view(-1).split(5)]
-    one, other = _sibling(optimizer, list(whole)), _sibling(optimizer, list(cut))
+    one, other = _sibling(optimizer, group, list(whole)), _sibling(optimizer, group, list(cut))
     if one is None or other is None:
         return None
     try:
@@ -158,6 +181,14 @@ def prefer_fused(optimizer: Optimizer) -> None:
             group["fused"] = True
 
 
+def _incomplete(*_: Any) -> None:
+    """A hook: the optimizer's own dict would lack the states that rest elsewhere."""
+    raise EngineError(
+        "states of this optimizer rest on disk or in a codec, and its state_dict() would lack them; use engine.save() and "
+        "engine.load(), or onecopy.full_state(parameter, name)"
+    )
+
+
 # Stepping
 
 
@@ -206,10 +237,7 @@ class Moments:
     def lend(self, tile: int) -> dict[str, Tile]:
         """Every state of ``tile``."""
         fresh = tile not in self._stored
-        lent = {key: held.lend(tile, fresh) for key, held in self.held.items()}
-        if fresh:
-            for values in lent.values():
-                values.wait().zero_()
+        lent = {key: held.lend(tile, fresh, zero=fresh) for key, held in self.held.items()}
         self._stored.add(tile)
         return lent
 
@@ -226,11 +254,13 @@ class Moments:
                 place.copy_(values)
         self.kept[piece] = tuple(keys)
 
-    def store(self, piece: Piece, state: dict[str, Any]) -> dict[str, Any]:
-        """Keep the states of ``piece`` that are held here; returns the others."""
-        rest = dict(state)
-        lent = self.lend(piece.tile)
-        self.keep(piece, rest, lent)
+    def store(self, states: dict[Piece, dict[str, Any]]) -> dict[Piece, dict[str, Any]]:
+        """Keep what is held here of the states of pieces of one tile; returns the others. All at once: a codec gives a
+        block one scale, and would round what is there already again for every new neighbour."""
+        rest = {piece: dict(state) for piece, state in states.items()}
+        lent = self.lend(next(iter(states)).tile)
+        for piece, state in rest.items():
+            self.keep(piece, state, lent)
         for tile in lent.values():
             tile.wait()
             tile.put()
@@ -254,6 +284,7 @@ class Tiles:
             if isinstance(home := param.__dict__.get("_onecopy_home"), ParameterHome)
         }
         self.of_param: dict[str, list[Piece]] = {}
+        begins: dict[tuple[Weights, int], dict[Piece, dict[str, Any]]] = {}
         for index, group in enumerate(optimizer.param_groups):
             mine = []
             for param in group["params"]:
@@ -263,14 +294,19 @@ class Tiles:
                     self.of_param.setdefault(homes[param].name, []).extend(cut)
                     for piece in cut:
                         self.pieces[homes[param].weights][piece.tile].append(piece)
-                        if state:
-                            self.store(piece, _cut_state(state, piece))
+                        if begun := _cut_state(state, piece, optimizer, group):
+                            begins.setdefault((homes[param].weights, piece.tile), {})[piece] = begun
                         mine.append(piece.param)
             group["params"] = mine
+        for states in begins.values():
+            self.store(states)
         self._stepping = False
         # So that a GradScaler, which finds no gradients here, comes as far as this hook.
         optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]
         optimizer.register_step_pre_hook(_only_by_the_engine(weakref.ref(self)))
+        if moments:
+            optimizer.register_state_dict_pre_hook(_incomplete)
+            optimizer.register_load_state_dict_pre_hook(_incomplete)
 
     # One tile
 
@@ -279,14 +315,17 @@ class Tiles:
         away = self.away.get(weights)
         return Borrowed(self.pieces[weights][tile], weights.state.lend(tile), away.lend(tile) if away is not None else {})
 
-    def step(self, tiles: list[tuple[Borrowed, torch.Tensor, dict[Slot, bool]]]) -> None:
-        """Step ``tiles``, each with its gradient in the weights' dtype and the slots that any rank used; a parameter
-        nobody used is left alone, as torch leaves one whose grad is None. What was borrowed is still to be given back."""
+    def check_groups(self) -> None:
+        """Raise :class:`EngineError` when groups were added or removed."""
         if len(self.optimizer.param_groups) != self._groups:
             raise EngineError(
                 f"the optimizer has {len(self.optimizer.param_groups)} groups and had {self._groups} when the engine was "
                 "made; close the engine and initialize again with the new groups"
             )
+
+    def step(self, tiles: list[tuple[Borrowed, torch.Tensor, dict[Slot, bool]]]) -> None:
+        """Step ``tiles``, each with its gradient in the weights' dtype and the slots that any rank used; a parameter
+        nobody used is left alone, as torch leaves one whose grad is None. What was borrowed is still to be given back."""
         shown: list[list[nn.Parameter]] = [[] for _ in self.optimizer.param_groups]
         for borrowed, gradient, used in tiles:
             self._attach(borrowed)
@@ -351,14 +390,14 @@ class Tiles:
         """Do the states of ``piece`` rest where the optimizer cannot compute with them?"""
         return piece.home.weights in self.away
 
-    def store(self, piece: Piece, state: dict[str, Any]) -> None:
-        """Make ``state`` that of ``piece``, in place of what it had; an empty one: it was never stepped."""
-        self.optimizer.state.pop(piece.param, None)
-        away = self.away.get(piece.home.weights)
-        if away is not None:
-            state = away.store(piece, state)
-        if state:
-            self.optimizer.state[piece.param] = state
+    def store(self, states: dict[Piece, dict[str, Any]]) -> None:
+        """Make ``states`` those of pieces of one tile, in place of what they had; an empty one: it was never stepped."""
+        for piece in states:
+            self.optimizer.state.pop(piece.param, None)
+        away = self.away.get(next(iter(states)).home.weights) if states else None
+        for piece, state in (away.store(states) if away is not None else states).items():
+            if state:
+                self.optimizer.state[piece.param] = state
 
     @property
     def stepping(self) -> bool:
@@ -414,8 +453,18 @@ def _cut(home: ParameterHome, group: int) -> Iterator[Piece]:
         yield Piece(home, group, nn.Parameter(values), tile, start - first, stop - first, start + low - home.slot.start)
 
 
-def _cut_state(state: dict[str, Any], piece: Piece) -> dict[str, Any]:
-    """State that an optimizer made for a whole parameter, cut to the piece that this rank steps."""
+def _cut_state(state: dict[str, Any], piece: Piece, optimizer: Optimizer, group: dict[str, Any]) -> dict[str, Any]:
+    """State that an optimizer made for a whole parameter, cut to the piece that this rank steps. What it made for a
+    parameter on the meta device has no values: that is made anew for the piece."""
+    if any(isinstance(value, torch.Tensor) and value.device.type == "meta" for value in state.values()):
+        values = nn.Parameter(torch.zeros(piece.numel, dtype=piece.param.dtype, device=piece.param.device))
+        fresh = _sibling(optimizer, group, [values])
+        if fresh is None:
+            raise PlanError(
+                f"{type(optimizer).__name__} made states on the meta device and cannot be made afresh from its options; "
+                "build the model inside onecopy.deferred() instead"
+            )
+        return dict(fresh.state[values])
     return {key: _cut_value(key, value, piece) for key, value in state.items()}
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
+import re
 import resource
 import signal
 import subprocess
@@ -16,9 +18,9 @@ import pytest
 import torch
 
 import onecopy
-from onecopy.errors import CheckpointError, DiskError, EngineError
+from onecopy.errors import CheckpointError, DiskError, EngineError, PlanError
 from tests.ranks.harness import run_ranks
-from tests.ranks.test_offload import SMALL, TILE, adamw, go_on, same, stack
+from tests.ranks.test_offload import SMALL, TILE, adamw, go_on, placed, same, stack
 
 pytestmark = pytest.mark.ranks
 
@@ -172,6 +174,53 @@ def truncated(rank: int, world: int, folder: str, saved: str) -> list[str]:
     return said
 
 
+def one_disk_fails(rank: int, world: int, folder: str) -> list[str]:
+    """Rank 0's file of moments is cut short."""
+    said = []
+    for number in (1, 3):
+        base = onecopy.stage(number, step=TILE, units=SMALL)
+        engine = onecopy.initialize(stack(), placed(base, "disk", folder), optimizer=adamw)
+        go_on(engine, rank, 1)
+        if rank == 0:
+            (file,) = Path(folder).rglob("rank0/exp_avg.bin")
+            os.truncate(file, 0)
+        with pytest.raises(onecopy.errors.OneCopyError) as caught:
+            go_on(engine, rank, 1, first=1)
+        said.append(f"{type(caught.value).__name__}: {caught.value}")
+        with pytest.raises(EngineError, match="the last step was interrupted"):
+            go_on(engine, rank, 1, first=1)
+        engine.close()
+    return said
+
+
+def test_a_disk_that_fails_on_one_rank_fails_the_step_on_all(tmp_path: Path) -> None:
+    here, there = run_ranks(one_disk_fails, 2, str(tmp_path))
+    for said in here:
+        assert said.startswith("DiskError")
+        assert "exp_avg.bin" in said
+    for said in there:
+        assert "rank 0 failed" in said
+        assert "exp_avg.bin" in said
+
+
+def closed(rank: int, world: int, folder: str) -> bool:
+    """Parameters that rest on disk outlive their engine and join another."""
+    model = stack()
+    engine = onecopy.initialize(model, plan(folder), optimizer=adamw)
+    before = go_on(engine, rank, 2)[-6:]
+    engine.close()
+    other = onecopy.initialize(model, onecopy.stage(2), optimizer=adamw)
+    after = list(other.full_state_dict().values())
+    other.close()
+    return same(before, after[-6:])
+
+
+def test_parameters_on_disk_outlive_their_engine(tmp_path: Path) -> None:
+    assert run_ranks(closed, 2, str(tmp_path)) == [True, True]
+    gc.collect()
+    assert not list(tmp_path.rglob("*.bin"))
+
+
 def twin() -> list[Any]:
     engine = onecopy.initialize(stack(), onecopy.stage(3, step=TILE, units=SMALL), optimizer=adamw)
     go_on(engine, 0, 2)
@@ -190,9 +239,55 @@ def test_a_file_that_somebody_truncated(tmp_path: Path) -> None:
 
 
 def test_staging_that_a_tile_does_not_fit(tmp_path: Path) -> None:
-    with pytest.raises(DiskError, match="staging"):
-        engine = onecopy.initialize(stack(), plan(tmp_path, staging=16 << 10), optimizer=adamw)
-        go_on(engine, 0, 1)
+    """Refused at the start, with the least that would do, which does."""
+    with pytest.raises(PlanError, match=r"the least is ([\d,]+)") as caught:
+        onecopy.initialize(stack(), plan(tmp_path, staging=16 << 10), optimizer=adamw)
+    found = re.search(r"the least is ([\d,]+)", str(caught.value))
+    assert found is not None
+    least = int(found.group(1).replace(",", ""))
+    many = plan(tmp_path, staging=least).with_(units=onecopy.Units(min_numel=0, prefetch=9))
+    engine = onecopy.initialize(stack(), many, optimizer=adamw)
+    assert same(go_on(engine, 0, 4)[-3:], [*_alone(4)][-3:])
+    engine.close()
+
+
+def _alone(steps: int) -> list[Any]:
+    engine = onecopy.initialize(stack(), onecopy.stage(3, step=TILE, units=SMALL), optimizer=adamw)
+    seen = go_on(engine, 0, steps)
+    engine.close()
+    return seen
+
+
+@pytest.mark.parametrize("where", ["device", "host", "all on disk"])
+def test_a_step_that_is_interrupted(tmp_path: Path, where: str) -> None:
+    """Ctrl-C in the middle of a step, caught by the caller as in a notebook: the torn engine neither steps nor saves until
+    a checkpoint is loaded, and what was lent to the step is given back."""
+    base = onecopy.stage(3, step=TILE, units=SMALL)
+    engine = onecopy.initialize(stack(), base if where == "device" else placed(base, where, str(tmp_path)), optimizer=adamw)
+    go_on(engine, 0, 2)
+    engine.save(tmp_path / "saved")
+    seen: list[int] = []
+
+    def interrupt(*_: Any) -> None:
+        seen.append(0)
+        if len(seen) == 3:
+            raise KeyboardInterrupt
+
+    assert engine.optimizer is not None
+    engine.optimizer.register_step_post_hook(interrupt)
+    for _ in range(5):
+        seen.clear()
+        with pytest.raises(KeyboardInterrupt):
+            go_on(engine, 0, 1, first=2)
+        with pytest.raises(EngineError, match="the last step was interrupted: KeyboardInterrupt"):
+            go_on(engine, 0, 1, first=2)
+        engine.discard_gradients()
+        with pytest.raises(CheckpointError, match="after a step that was interrupted"):
+            engine.save(tmp_path / "saved")
+        engine.load(tmp_path / "saved")
+    seen[:] = [0] * 10
+    assert same(go_on(engine, 0, 2, first=2)[-3:], _alone(4)[-3:])
+    engine.close()
 
 
 # --------------------------------------------------------------------------------------------------------------- memory
@@ -227,12 +322,12 @@ MEMORY = """
 
 
 def test_states_that_are_not_in_memory(tmp_path: Path) -> None:
-    """A model of 38M parameters, 650 MB of states, from the meta device: the process grows by less than a third of that,
-    most of it gradients, and keeps its caps."""
+    """A model of 38M parameters, 600 MB of states, from the meta device: the process grows by less than half of that,
+    most of it gradients and scratch memory of torch, and keeps its caps."""
     head = "    from tests.ranks.test_disk_runs import SMALL\n"
     done = program(head + MEMORY, str(tmp_path), str(tmp_path))
     assert done.returncode == 0, done.stderr
     states, grown, predicted = json.loads(done.stdout)
     assert predicted
-    assert states > 600 << 20
-    assert grown < states / 3, (grown, states)
+    assert states > 570 << 20
+    assert grown < states / 2, (grown, states)

@@ -336,6 +336,82 @@ def test_a_cap_holds_while_training() -> None:
         assert "the cap is" in said
 
 
+def groups(rank: int, world: int, folder: str) -> list[str]:
+    """Groups whose options give them different states, and buffers of both kinds in one unit."""
+    wrong = []
+
+    def split(params: list[nn.Parameter]) -> torch.optim.Optimizer:
+        wide = [param for param in params if param.dim() == 2]
+        thin = [param for param in params if param.dim() < 2]
+        return torch.optim.AdamW([{"params": wide, "amsgrad": True}, {"params": thin, "lr": 0.1}], lr=1e-2, fused=True)
+
+    for number in range(4):
+        base = onecopy.stage(number, step=TILE)
+        coded = onecopy.low_precision(base).rules[0].row
+        mixed = base.with_(rules=(onecopy.Rule("*.weight", coded), *base.rules), step=onecopy.StepPolicy())
+        engine, twin = run(rank, base, 4, split)
+        engine.close()
+        plans = {where: placed(base, where, folder) for where in ("host", "disk")} | {"mixed": mixed}
+        for where, plan in plans.items():
+            engine, seen = run(rank, plan, 4, split)
+            if where != "mixed" and not same(seen, twin):
+                wrong.append(f"stage {number}, {where}: values")
+            if engine.predicted() != engine.measured():
+                wrong.append(f"stage {number}, {where}: bytes")
+            engine.close()
+    return wrong
+
+
+def test_groups_with_states_of_their_own(tmp_path: Path) -> None:
+    assert run_ranks(groups, 2, str(tmp_path)) == [[]] * 2
+
+
+def exact_cap(rank: int, world: int) -> str:
+    """A cap of just what is predicted is enough from the first step on, for decoded moments too."""
+    plan = onecopy.offload(onecopy.low_precision(onecopy.stage(2, dtype="bf16", step=TILE)))
+    engine, _ = run(rank, plan, 1)
+    caps = {tier: kinds["total"] for tier, kinds in engine.predicted()["peak"].items()}
+    engine.close()
+    engine, _ = run(rank, plan.with_(caps=onecopy.Caps(caps["device"], caps["host"])), 2)
+    engine.close()
+    with pytest.raises(onecopy.errors.PlanError) as caught:
+        run(rank, plan.with_(caps=onecopy.Caps(caps["device"], caps["host"] - 1)), 1)
+    return str(caught.value)
+
+
+def test_a_cap_of_what_is_predicted_is_enough() -> None:
+    for said in run_ranks(exact_cap, 2):
+        assert "bytes of host memory on this rank and the cap is" in said
+
+
+def refused(rank: int, world: int, folder: str) -> list[str]:
+    """What a codec cannot hold, and dicts that would lack states."""
+    said = []
+    doubles = stack().double()
+    with pytest.raises(onecopy.errors.PlanError) as caught:
+        onecopy.initialize(doubles, onecopy.low_precision(onecopy.stage(2)), optimizer=adamw)
+    said.append(str(caught.value))
+    pure = onecopy.stage(2, precision=onecopy.Precision("bfloat16", master=None))
+    with pytest.raises(onecopy.errors.PlanError) as caught:
+        onecopy.initialize(stack(), onecopy.low_precision(pure), optimizer=adamw)
+    said.append(str(caught.value))
+    engine, _ = run(rank, placed(onecopy.stage(2), "disk", folder), 1)
+    for use in (lambda: engine.optimizer.state_dict(), lambda: engine.optimizer.load_state_dict({"state": {}})):
+        with pytest.raises(onecopy.errors.EngineError) as lost:
+            use()
+        said.append(str(lost.value))
+    engine.close()
+    return said
+
+
+def test_what_cannot_be_kept_is_refused(tmp_path: Path) -> None:
+    for double, pure, read, loaded in run_ranks(refused, 2, str(tmp_path)):
+        assert "are float64, and their codec 'int8' holds float32" in double
+        assert "are bfloat16, and their codec 'int8' holds float32" in pure
+        assert "engine.save()" in read
+        assert "engine.save()" in loaded
+
+
 def rounded(rank: int, world: int, folder: str) -> list[str]:
     """Frozen parts, and parameters of other dtypes, in a plan whose bfloat16 parameters are stepped where they rest."""
     wrong = []
@@ -374,3 +450,50 @@ def rounded(rank: int, world: int, folder: str) -> list[str]:
 
 def test_parameters_stepped_where_they_rest(tmp_path: Path) -> None:
     assert run_ranks(rounded, 2, str(tmp_path)) == [[]] * 2
+
+
+def resumed_low(rank: int, world: int, folder: str) -> list[str]:
+    apart = []
+    for number in (0, 3):
+        base = onecopy.stage(number, dtype="bf16", step=TILE, units=SMALL)
+        for moments, master in (("bfloat16_sr", "bfloat16_sr"), ("int8", None), ("int4", None)):
+            plan = onecopy.low_precision(base, moments, master)
+            engine, _ = run(rank, plan, 3)
+            engine.save(f"{folder}/{number}{moments}")
+            want = go_on(engine, rank, 3, first=3)
+            engine.close()
+            other = onecopy.initialize(stack(), plan, optimizer=adamw)
+            other.load(f"{folder}/{number}{moments}")
+            if not same(go_on(other, rank, 3, first=3), want):
+                apart.append(f"stage {number}, {moments}")
+            other.close()
+    return apart
+
+
+def test_low_precision_resumes_to_the_bit(tmp_path: Path) -> None:
+    """Random bits are those of the step, so a resumed run rounds as the one that went on."""
+    assert run_ranks(resumed_low, 2, str(tmp_path)) == [[]] * 2
+
+
+def on_meta(rank: int, world: int, folder: str) -> list[str]:
+    """An optimizer that makes its states at once, for a model that has no values yet."""
+    apart = []
+    for where in ("device", "host", "all on disk"):
+        base = onecopy.stage(3, step=TILE, units=SMALL)
+        plan = base if where == "device" else placed(base, where, folder)
+        torch.manual_seed(0)
+        with torch.device("meta"):
+            model = stack()
+        torch.manual_seed(0)
+        engine = onecopy.initialize(model, plan, optimizer=adagrad)
+        seen = go_on(engine, rank, 3)
+        engine.close()
+        twin, want = run(rank, base, 3, adagrad)
+        twin.close()
+        if not same(seen, want):
+            apart.append(where)
+    return apart
+
+
+def test_states_of_a_model_on_the_meta_device(tmp_path: Path) -> None:
+    assert run_ranks(on_meta, 2, str(tmp_path)) == [[]] * 2

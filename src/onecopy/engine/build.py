@@ -32,13 +32,13 @@ from onecopy.engine.step import Stepper
 from onecopy.engine.unit import UnitModules, find_units, named_parameters
 from onecopy.engine.weights import Source, Weights
 from onecopy.errors import EngineError, PlanError, RankMismatchError
-from onecopy.optim import Factory, Moments, Tiles, build, prefer_fused, probe
+from onecopy.optim import Factory, Moments, States, Tiles, build, prefer_fused, probe
 from onecopy.plan.check import check
 from onecopy.plan.layout import UnitFact, itemsize
 from onecopy.plan.plan import Plan, difference
 from onecopy.recipes import build_optimizer, build_scheduler
 from onecopy.schedule.lower import Buffer, Facts, Schedule, lower
-from onecopy.schedule.predict import check_caps, moment_codecs, predict, scratch_bytes, uses_disk
+from onecopy.schedule.predict import check_needs, moment_codecs, scratch_bytes, uses_disk
 from onecopy.tiers.disk import Disk
 from onecopy.tiers.memory import give_back_freed_memory, keep_freed_memory
 from onecopy.tiers.tiers import Tiers
@@ -107,7 +107,7 @@ def build_core(
     _agree(plan, facts, world)
     made = meeting.all_or_none(lambda: _make_optimizer(model, plan, optimizer, facts))
     _same_everywhere(_describe_optimizer(made), world)
-    moments = meeting.all_or_none(lambda: _moments_of(made, plan, device))
+    moments = meeting.all_or_none(lambda: _moments_of(made, plan, device, names))
     ticker = meeting.all_or_none(lambda: _make_scheduler(made, scheduler, plan))
     facts = facts if made is not None else tuple(_forward_only(unit) for unit in facts)
     mesh, ledger = plan.mesh(world), Ledger()
@@ -281,21 +281,24 @@ def _make_scheduler(
 # Construction
 
 
-def _moments_of(made: Optimizer | None, plan: Plan, device: torch.device) -> tuple[tuple[str, str | None], ...]:
-    """What states the optimizer keeps, found where it will run. Raises :class:`PlanError` when they must be known and are
-    not."""
+def _moments_of(
+    made: Optimizer | None, plan: Plan, device: torch.device, names: dict[nn.Parameter, list[str]]
+) -> dict[str, States]:
+    """What states the optimizer keeps of each parameter, found where it will run. Raises :class:`PlanError` when they must
+    be known and are not."""
     if made is None:
-        return ()
+        return {}
     if _off_device(plan):
         prefer_fused(made)
     found = probe(made, torch.device("cpu") if _off_device(plan) else device)
     rests = [rule.row.moment for rule in plan.rules]
-    if found is None and any(layout.tier == "disk" or layout.codec is not None for layout in rests):
+    if None in found and any(layout.tier == "disk" or layout.codec is not None for layout in rests):
         raise PlanError(
             f"{type(made).__name__} cannot be made afresh from its options, so the states it will keep are not known and "
             "cannot be given room on disk or a codec; keep its moments on 'device' or 'host' as they are"
         )
-    return found or ()
+    groups = zip(made.param_groups, found, strict=True)
+    return {names[param][0]: states or () for group, states in groups for param in group["params"] if param in names}
 
 
 def _off_device(plan: Plan) -> bool:
@@ -306,7 +309,7 @@ def _off_device(plan: Plan) -> bool:
 def _make_tiers(schedule: Schedule, ranks: Ranks, engine: int, ledger: Ledger) -> Tiers:
     """The memory of this engine, after asking whether its caps can hold."""
     plan, scratch = schedule.plan, schedule.plan.scratch
-    check_caps(predict(schedule, ranks.piece), plan)
+    check_needs(schedule, ranks.piece)
     disk = None
     if scratch is not None and uses_disk(schedule):
         options = {"staging": scratch.staging, "threads": scratch.threads, "block": scratch.block}
@@ -329,7 +332,7 @@ def _hold_moments(runs: list[UnitRun], schedule: Schedule, tiers: Tiers) -> dict
         held[weights] = Moments(
             {
                 name: tiers.hold("moments", name, layout.tier, spec.grid(), getattr(torch, own or spec.weight), codec)
-                for name, own, codec in moment_codecs(schedule.facts.moments, layout, spec.name)
+                for name, own, codec in moment_codecs(schedule.facts.moments_of(spec), layout, weights.piece_name)
             }
         )
     return held

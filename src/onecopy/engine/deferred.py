@@ -18,9 +18,9 @@ from torch import nn
 from onecopy.comm import meeting
 from onecopy.comm.groups import ensure_process_group, everybody, world_size
 from onecopy.comm.watch import waiting
+from onecopy.engine.home import ParameterHome
 from onecopy.engine.parameter import HOME, Face, hollow, home_of
 from onecopy.engine.pending import get_grad, set_grad
-from onecopy.engine.weights import ParameterHome
 from onecopy.errors import EngineError
 from onecopy.tiers.memory import give_back_freed_memory, keep_freed_memory
 

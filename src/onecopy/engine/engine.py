@@ -208,7 +208,8 @@ class Engine(nn.Module):
         for unit in core.run.units:
             for weights in unit.weights:
                 weights.detach()
-        core.tiers.close()
+        if all(weights.rest.plain is not None for unit in core.run.units for weights in unit.weights):
+            core.tiers.close()  # else the parameters are on disk, whose files go when they do
 
     def __getstate__(self) -> Any:
         raise EngineError(
@@ -290,6 +291,7 @@ class Engine(nn.Module):
         if not verdict.finite and self._scaler.at_floor:
             raise_at_floor(self._scaler, self.global_steps, core.rounds.suspects.names, core.hooks.outputs_finite())
         self.global_steps += 1
+        core.tiers.clock.step = self.global_steps
         self.grad_norm = verdict.norm
         if verdict.finite:
             stepper.apply(verdict, scale)

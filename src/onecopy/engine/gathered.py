@@ -14,8 +14,9 @@ from onecopy.comm.groups import everybody, world_size
 from onecopy.comm.watch import waiting
 from onecopy.engine.checksum import checksum
 from onecopy.engine.deferred import BornHome
+from onecopy.engine.home import ParameterHome
 from onecopy.engine.parameter import Face, home_of, set_data
-from onecopy.engine.weights import ParameterHome, Weights
+from onecopy.engine.weights import Weights
 from onecopy.errors import EngineError
 
 __all__ = ["gather_for_reading"]

@@ -10,8 +10,8 @@ from onecopy.comm import meeting
 from onecopy.comm.watch import waiting
 from onecopy.engine.build import Core
 from onecopy.engine.gradients import Gradients
+from onecopy.engine.home import ParameterHome
 from onecopy.engine.parameter import home_of
-from onecopy.engine.weights import ParameterHome
 from onecopy.errors import EngineError, RankMismatchError
 
 __all__ = ["read_grad", "read_param", "read_state", "write_grad", "write_param", "write_state"]
@@ -98,7 +98,7 @@ def write_param(param: nn.Parameter, value: torch.Tensor) -> None:
         elif (part := weights.piece_of(home.slot)) is not None:
             low = weights.piece * weights.spec.layout.shard
             offset = low - home.slot.start
-            weights.rest.write(*part, flat[part[0] + offset : part[1] + offset])
+            weights.write_rest(*part, flat[part[0] + offset : part[1] + offset])
         weights.follow(home.slot, flat)
 
 

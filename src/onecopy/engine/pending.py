@@ -30,7 +30,7 @@ from onecopy.errors import EngineError, RankMismatchError
 if TYPE_CHECKING:
     from onecopy.engine.build import Core
     from onecopy.engine.gradients import Gradients
-    from onecopy.engine.weights import ParameterHome
+    from onecopy.engine.home import ParameterHome
 
 __all__ = [
     "PendingGradient",

@@ -6,6 +6,7 @@ import hashlib
 import math
 from collections import deque
 from contextlib import closing
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -23,6 +24,7 @@ from onecopy.optim import Borrowed, Tiles
 from onecopy.plan.layout import Slot, Tier
 from onecopy.plan.plan import Clip
 from onecopy.schedule.ops import Op
+from onecopy.tiers.disk import Disk
 from onecopy.tiers.tiers import Tiers
 
 __all__ = ["Stepper", "Verdict"]
@@ -166,11 +168,12 @@ class Stepper:
         if self._clip.max_norm is not None:
             # As torch.nn.utils.clip_grad_norm_ does it.
             factor *= min(1.0, self._clip.max_norm / (verdict.norm + 1e-6))
+        self._tiles.check_groups()
         try:
             with self._run.writing(), torch.no_grad():
                 self._step_units(verdict, factor)
-        except DiskError as error:
-            self.torn = str(error)
+        except BaseException as error:  # Ctrl-C too
+            self.torn = f"{type(error).__name__}: {error}"
             self.discard()
             raise
         for tier, size in self._tiles.moments().items():
@@ -178,30 +181,34 @@ class Stepper:
             self._moments[tier] = size
 
     def _step_units(self, verdict: Verdict, factor: float) -> None:
+        """A disk that fails on one rank fails the step on all: until then the others get what they wait for."""
         sent: deque[list[Op]] = deque()
+        problem: DiskError | None = None
         with closing(_Ahead(self._tiles, self._run.units)) as coming:
-            self._step_each(verdict, factor, coming, sent)
+            for unit in self._run.units:
+                if not unit.gradients:
+                    continue
+                try:
+                    if problem is None:
+                        self._step_unit(unit, verdict, factor, coming)
+                except DiskError as error:
+                    problem = error
+                spreads = self._run.ops(unit, "step", "spread")
+                self._run.start(spreads)
+                sent.append(spreads)
+                if len(sent) > 2:
+                    self._run.finish(sent.popleft())
         while sent:
             self._run.finish(sent.popleft())
-        if self._tiers.disk is not None:
-            self._tiers.disk.drain()
-
-    def _step_each(self, verdict: Verdict, factor: float, coming: _Ahead, sent: deque[list[Op]]) -> None:
-        for unit in self._run.units:
-            if not unit.gradients:
-                continue
-            self._step_unit(unit, verdict, factor, coming)
-            spreads = self._run.ops(unit, "step", "spread")
-            self._run.start(spreads)
-            sent.append(spreads)
-            if len(sent) > 2:
-                self._run.finish(sent.popleft())
+        disk = self._tiers.disk
+        if disk is not None:
+            meeting.all_or_none(partial(_settle, disk, problem))
 
     def _step_unit(self, unit: UnitRun, verdict: Verdict, factor: float, coming: _Ahead) -> None:
         held = {weights.spec.name: weights for weights in unit.weights}
         together = [gradients for gradients in unit.gradients if not gradients.spec.tiled]
         self._step_together(together, held, verdict, factor)
-        for gradients in unit.gradients:
+        for gradients in (*together, *(gradients for gradients in unit.gradients if gradients.spec.tiled)):
             weights = held[gradients.spec.name]
             if gradients.spec.tiled:
                 self._step_tiles(gradients, weights, _used(gradients, verdict), factor, coming)
@@ -269,6 +276,13 @@ class Stepper:
             gradients.drop()
 
 
+def _settle(disk: Disk, problem: DiskError | None) -> None:
+    """Everything is on the disk, or an error."""
+    if problem is not None:
+        raise problem
+    disk.drain()
+
+
 class _Ahead:
     """The tiles of all units in the order in which they are stepped, each borrowed while the one before is stepped."""
 
@@ -282,19 +296,21 @@ class _Ahead:
             for tile in range(weights.state.grid.count)
         )
         self._borrowed: deque[Borrowed] = deque()
+        self._given: Borrowed | None = None
 
     def next(self) -> Borrowed:
         """The next tile."""
         while len(self._borrowed) < 2 and (following := next(self._order, None)) is not None:
             self._borrowed.append(self._tiles.borrow(*following))
-        return self._borrowed.popleft()
+        self._given = self._borrowed.popleft()
+        return self._given
 
     def close(self) -> None:
-        """Let go of what was borrowed and will not be stepped."""
-        while self._borrowed:
-            borrowed = self._borrowed.popleft()
-            for tile in (borrowed.values, *borrowed.moments.values()):
-                tile.drop()
+        """Let go of what was borrowed and has not been given back."""
+        for borrowed in (self._given, *self._borrowed):
+            if borrowed is not None:
+                for tile in (borrowed.values, *borrowed.moments.values()):
+                    tile.drop()
 
 
 def _used(gradients: Gradients, verdict: Verdict) -> dict[Slot, bool]:

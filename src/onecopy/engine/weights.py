@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -16,17 +15,15 @@ from torch import nn
 from onecopy import codecs
 from onecopy.comm.collectives import Pending
 from onecopy.comm.shared import Shelf
+from onecopy.engine.home import ParameterHome
 from onecopy.engine.parameter import HOME, Face
-from onecopy.engine.pending import make_plain, read_grad, shown_class, write_grad
+from onecopy.engine.pending import make_plain, shown_class
 from onecopy.plan.layout import Grid, Slot
 from onecopy.schedule.lower import Buffer
-from onecopy.tiers.held import Held, Tile
+from onecopy.tiers.held import Held
 from onecopy.tiers.tiers import Tiers
 
-# Tiles of a shard on disk that are read before the first is waited for.
-_READ_AHEAD = 4
-
-__all__ = ["ParameterHome", "Source", "Weights"]
+__all__ = ["Source", "Weights"]
 
 # An all-gather of the second tensor, this rank's shard, into the first.
 Gather = Callable[[torch.Tensor, torch.Tensor], Pending]
@@ -106,11 +103,16 @@ class Weights:
             assert spec.row.optimizer.codec is not None
             held = self.rest.plain if rests else self.full
             assert held is not None
-            codec = codecs.codec(spec.row.optimizer.codec, seed=crc32(spec.name.encode()))
+            codec = codecs.codec(spec.row.optimizer.codec, seed=crc32(self.piece_name.encode()))
             return tiers.decode(held, spec.grid().tile, codec, spec.row.optimizer.tier)
         if not rests:
             return tiers.show(self.full, spec.grid().tile)
         return self.rest if self.rest.plain is None else tiers.show(self.rest.plain, spec.grid().tile)
+
+    @property
+    def piece_name(self) -> str:
+        """A name that ranks with copies of what this one steps have too, and no others."""
+        return f"{self.spec.name}[{self.stepped()[0]}]"
 
     @property
     def master(self) -> Held | None:
@@ -156,7 +158,7 @@ class Weights:
         self._make_faces()
         self.writes.versions = self._version_sum()
         if self.away:
-            self.rest.write(0, layout.shard, self.own())
+            self.write_rest(0, layout.shard, self.own())
             self.free()
 
     def _make_faces(self) -> None:
@@ -247,7 +249,7 @@ class Weights:
         """Take part in a gather that other ranks need, and forget what comes."""
         assert self._source.gather is not None
         scratch = self._tiers.device.alloc("gather buffer", self.full.numel(), self.full.dtype)
-        self._fetch(self._own_of(scratch), deque())
+        self._tiers.fetch(self.rest, self._own_of(scratch))
         self._source.gather(scratch, self._own_of(scratch)).wait()
         self._tiers.device.drop("gather buffer", scratch)
 
@@ -268,27 +270,21 @@ class Weights:
         elif rests is not None:
             self.own().copy_(rests, non_blocking=True)
             self.pending = gather(self.full, self.own()) if gather is not None else Pending([], None)
+        elif gather is not None:
+            # Collectives go out in the order of starts on every rank, so this one cannot wait for its turn to be used.
+            self._tiers.fetch(self.rest, self.own())
+            self.pending = gather(self.full, self.own())
         else:
-            tiles = deque(self.rest.lend(tile) for tile in range(min(_READ_AHEAD, self.rest.grid.count)))
-            self.pending = Pending([], None, partial(self._fetch_and_gather, tiles))
+            self.pending = Pending([], None, partial(self._tiers.fetch, self.rest, self.own()))
 
-    def _fetch_and_gather(self, tiles: deque[Tile]) -> None:
-        """Bring the shard from the disk, which was told to read ``tiles`` already, then gather."""
-        self._fetch(self.own(), tiles)
-        if self._source.gather is not None:
-            self._source.gather(self.full, self.own()).wait()
+    def forget_read_ahead(self) -> None:
+        """The values are about to change."""
+        self._tiers.forget(self.rest)
 
-    def _fetch(self, out: torch.Tensor, tiles: deque[Tile]) -> None:
-        """Copy this rank's shard to ``out``; of its tiles the first are on their way."""
-        grid = self.rest.grid
-        coming = iter(range(len(tiles), grid.count))
-        for index in range(grid.count):
-            if (following := next(coming, None)) is not None:
-                tiles.append(self.rest.lend(following))
-            low, high = grid.bounds(index)
-            lent = tiles.popleft()
-            out[low:high].copy_(lent.wait())
-            lent.drop()
+    def read_ahead(self) -> None:
+        """The shard will be fetched soon: let the disk begin."""
+        if self.rest.plain is None and not self.present and self.pending is None:
+            self._tiers.read_ahead(self.rest)
 
     def finish_gather(self) -> None:
         """Wait for the all-gather; from here on the parameters are ordinary ones."""
@@ -357,13 +353,18 @@ class Weights:
             self.write_back(self.master.grid.bounds(tile)[0], lent.wait())
             lent.drop()
 
+    def write_rest(self, low: int, high: int, values: torch.Tensor) -> None:
+        """``values`` become elements ``[low, high)`` of what rests."""
+        self._tiers.forget(self.rest)
+        self.rest.write(low, high, values)
+
     def write_back(self, low: int, values: torch.Tensor) -> None:
         """``values`` of the master weights from element ``low`` of :meth:`stepped` on become the parameter's."""
         row = self.spec.row
         if row.parameter.rest.tier == "device" != row.optimizer.tier:
             self._tiers.moved("to_device", values.numel() * self.full.element_size())
         if self.away:
-            self.rest.write(low, low + values.numel(), values)
+            self.write_rest(low, low + values.numel(), values)
         else:
             start = self.stepped()[0] + low
             part = self.full[start : start + values.numel()]
@@ -394,7 +395,7 @@ class Weights:
         ``source``: the whole new values, flat, when they are more precise than the parameter.
         """
         if self.away and self.present and (part := self.piece_of(slot)) is not None:
-            self.rest.write(*part, self.own()[part[0] : part[1]])
+            self.write_rest(*part, self.own()[part[0] : part[1]])
         if self.master is None:
             return
         low, high = self.stepped()
@@ -415,79 +416,3 @@ class Weights:
         # Elements that still say what the master rounds to were not written: they keep their precision.
         same = kept.to(rounded.dtype) == rounded
         self.master.write(start, stop, torch.where(same, kept, rounded.to(kept.dtype)))
-
-
-def _nothing() -> None:
-    return None
-
-
-class ParameterHome:
-    """One parameter of a :class:`Weights` as :class:`~onecopy.engine.parameter.Home` sees it."""
-
-    def __init__(self, weights: Weights, slot: Slot, demand: Callable[[Weights], bool]) -> None:
-        self.weights = weights
-        self.slot = slot
-        self._demand = demand
-        self._writing = 0
-        self._copy: torch.Tensor | None = None
-
-    @property
-    def name(self) -> str:
-        return self.slot.param.name
-
-    @property
-    def shape(self) -> torch.Size:
-        return torch.Size(self.slot.param.shape)
-
-    @property
-    def present(self) -> bool:
-        return self.weights.present
-
-    def local(self) -> tuple[torch.Tensor, int]:
-        """This rank's elements; what rests on disk is a copy, which is taken back when it was changed inside
-        :meth:`writing`."""
-        rest, part = self.weights.rest, self.weights.piece_of(self.slot)
-        if part is None:
-            return torch.empty(0, dtype=rest.dtype, device=self.weights.full.device), 0
-        offset = part[0] + self.weights.piece * self.weights.spec.layout.shard - self.slot.start
-        if rest.plain is not None:
-            return rest.plain[part[0] : part[1]], offset
-        copy = self._copy
-        if copy is None:
-            copy = torch.empty(part[1] - part[0], dtype=rest.dtype)
-            rest.read(*part, copy)
-            self._copy = copy if self._writing else None
-        return copy, offset
-
-    def values(self) -> torch.Tensor:
-        """The full values, which must be present."""
-        return self.weights.full[self.slot.start : self.slot.stop].view(self.shape)
-
-    def __reduce__(self) -> Any:
-        """A parameter is copied or pickled without its home: the copy belongs to no engine."""
-        return _nothing, ()
-
-    @contextmanager
-    def writing(self) -> Iterator[None]:
-        self._writing += 1
-        try:
-            with self.weights.writing():
-                yield
-        finally:
-            self._writing -= 1
-            self._copy = None
-
-    def written(self) -> None:
-        part = self.weights.piece_of(self.slot)
-        if self._copy is not None and part is not None:
-            self.weights.rest.write(*part, self._copy)
-        self.weights.follow(self.slot)
-
-    def grad(self, param: torch.Tensor) -> torch.Tensor | None:
-        return read_grad(param)
-
-    def set_grad(self, param: torch.Tensor, value: torch.Tensor | None) -> None:
-        write_grad(param, value)
-
-    def demand(self) -> bool:
-        return self._demand(self.weights)

@@ -6,8 +6,8 @@ that makes it necessary.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from onecopy import codecs
@@ -29,17 +29,22 @@ _TILE_UNIT = 2048
 class Facts:
     """What lowering must know beside the plan.
 
-    ``moments``: name and codec of each optimizer state tensor that has one element per weight (None: that of the weight
-    it steps). ``staging``: the backend receives a reduce's peers into a buffer of its own before it sums them (point to
-    point exchange) instead of inside the collective. ``exchange``: bytes of buffers that the backend keeps for its
-    messages.
+    ``moments``: by parameter, name and codec of each optimizer state tensor that has one element per weight (None: that
+    of the weight it steps). ``staging``: the backend receives a reduce's peers into a buffer of its own before it sums
+    them (point to point exchange) instead of inside the collective. ``exchange``: bytes of buffers that the backend keeps
+    for its messages.
     """
 
     units: tuple[UnitFact, ...]
     mesh: Mesh
-    moments: tuple[tuple[str, str | None], ...] = ()
+    moments: Mapping[str, tuple[tuple[str, str | None], ...]] = field(default_factory=dict)
     staging: bool = False
     exchange: int = 0
+
+    def moments_of(self, buffer: Buffer) -> tuple[tuple[str, str | None], ...]:
+        """Every state that the optimizer keeps of some parameter in ``buffer``."""
+        found = {state: None for slot in buffer.layout.slots for state in self.moments.get(slot.param.name, ())}
+        return tuple(found)
 
 
 @dataclass(frozen=True)

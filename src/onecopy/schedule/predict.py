@@ -14,11 +14,10 @@ from zlib import crc32
 from onecopy import codecs
 from onecopy.errors import PlanError
 from onecopy.plan.layout import Layout, Tier, itemsize
-from onecopy.plan.plan import Plan
 from onecopy.schedule.lower import Buffer, Schedule
 from onecopy.schedule.ops import Event, Op
 
-__all__ = ["check_caps", "moment_codecs", "moved", "predict", "resident", "scratch_bytes", "traffic", "uses_disk"]
+__all__ = ["check_needs", "moment_codecs", "moved", "predict", "resident", "scratch_bytes", "traffic", "uses_disk"]
 
 Bytes = dict[str, int]
 TIERS: tuple[Tier, ...] = ("device", "host", "disk")
@@ -74,11 +73,16 @@ def moment_codecs(
 def moments(schedule: Schedule, buffer: Buffer, piece: int) -> int:
     """Bytes of the optimizer's per-element states. Those that the optimizer keeps itself have no padding."""
     layout = buffer.row.moment
-    found = moment_codecs(schedule.facts.moments, layout)
     if buffer.moments_away:
+        found = moment_codecs(schedule.facts.moments_of(buffer), layout)
         return sum(_held(buffer, layout.tier, own or buffer.weight, coded) for _, own, coded in found)
     low, high = buffer.layout.bounds(piece) if buffer.cut(buffer.row.optimizer) else (0, buffer.layout.numel)
-    return sum((high - low) * itemsize(own or buffer.weight) for _, own, _ in found)
+    total = 0
+    for slot in buffer.layout.slots:
+        if (part := slot.local(low, high)) is not None:
+            widths = [itemsize(own or buffer.weight) for _, own in schedule.facts.moments.get(slot.param.name, ())]
+            total += (part[1] - part[0]) * sum(widths)
+    return total
 
 
 def uses_disk(schedule: Schedule) -> bool:
@@ -93,9 +97,34 @@ def scratch_bytes(schedule: Schedule) -> int:
     return scratch.staging if scratch is not None and uses_disk(schedule) else 0
 
 
-def check_caps(predicted: dict[str, Any], plan: Plan) -> None:
-    """Raise :class:`PlanError` when the predicted peak of a tier is above its cap, with what takes the memory."""
+def least_staging(schedule: Schedule) -> int:
+    """Bytes of staging that a step needs at least: one tile that is stepped and the next, of all its states on disk, and a
+    tile of the parameter."""
+    least = 0
+    for buffer in schedule.buffers:
+        row, tile = buffer.row, buffer.tile()
+        states = 0
+        if buffer.trainable and row.optimizer.tier == "disk":
+            states += codecs.blocks(tile, tile, buffer.weight)
+        if buffer.trainable and row.moment.tier == "disk":
+            for _, own, coded in moment_codecs(schedule.facts.moments_of(buffer), row.moment):
+                states += codecs.blocks(tile, tile, own or buffer.weight, coded)
+        parameter = codecs.blocks(tile, tile, buffer.dtype) if row.parameter.rest.tier == "disk" else 0
+        least = max(least, 2 * states + 2 * parameter)
+    return least
+
+
+def check_needs(schedule: Schedule, piece: int) -> None:
+    """Raise :class:`PlanError` when the predicted peak of a tier is above its cap, with what takes the memory, when staging
+    is too small for a step, and when moments are not what their codec holds."""
+    predicted, plan = predict(schedule, piece), schedule.plan
     problems = []
+    if plan.scratch is not None and (least := least_staging(schedule)) > plan.scratch.staging:
+        tile = max(buffer.tile() for buffer in schedule.buffers)
+        problems.append(
+            f"staging of {plan.scratch.staging:,} bytes does not hold two tiles of {tile:,} elements; the least is {least:,},"
+            " or take a smaller StepPolicy(tile=...)"
+        )
     for tier, cap in (("device", plan.caps.device), ("host", plan.caps.host)):
         peak = predicted["peak"].get(tier, {})
         total = peak.get("total", 0)
@@ -107,6 +136,14 @@ def check_caps(predicted: dict[str, Any], plan: Plan) -> None:
             f"the plan needs {total:,} bytes of {tier} memory on this rank and the cap is {cap:,}; largest: {largest}. "
             f"{_ADVICE[tier]}, or raise the cap"
         )
+    for buffer in schedule.buffers:
+        other = {own or buffer.weight for _, own in schedule.facts.moments_of(buffer)} - {"float32"}
+        if buffer.trainable and buffer.row.moment.codec is not None and other:
+            problems.append(
+                f"moments of unit {buffer.unit!r} are {other.pop()}, and their codec {buffer.row.moment.codec!r} holds "
+                "float32; keep float32 master weights (Precision.master), or leave the codec out for these parameters"
+            )
+            break
     if problems:
         raise PlanError("; ".join(problems))
 
@@ -357,7 +394,8 @@ class _Walk:
         grid = buffer.grid()
         values = min(grid.tile, grid.numel) * itemsize(buffer.weight)
         same = codec == buffer.weight and (buffer.row.gradient.rest.tier == tier)
-        decoded = sum(coded is not None for _, _, coded in moment_codecs(self._schedule.facts.moments, buffer.row.moment))
+        moments = moment_codecs(self._schedule.facts.moments_of(buffer), buffer.row.moment)
+        decoded = sum(coded is not None for _, _, coded in moments)
         work = values * ((not same) + decoded + buffer.steps_encoded)
         self._count("workspace", work, tier)
         self._count("workspace", -work, tier)

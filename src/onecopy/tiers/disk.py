@@ -246,7 +246,7 @@ class Disk:
 
         try:
             for at, size in self._chunks(flat.numel()):
-                while len(reads) == 3 or (reads and not self._has_room(size)):
+                while len(reads) == 3 or (reads and not self.has_room(size)):
                     finish()
                 reads.append((at, self.fetch(region, low + at, low + at + size)))
             while reads:
@@ -320,7 +320,8 @@ class Disk:
                 queue.changed.wait()
             return memory
 
-    def _has_room(self, size: int) -> bool:
+    def has_room(self, size: int) -> bool:
+        """Can staging give out ``size`` bytes more without waiting?"""
         queue = self._live()
         with queue.changed:
             return queue.staging.held + round_up(size, PAGE) <= queue.staging.limit
