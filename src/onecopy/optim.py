@@ -301,6 +301,8 @@ class Tiles:
         for states in begins.values():
             self.store(states)
         self._stepping = False
+        # So that a GradScaler, which finds no gradients here, comes as far as this hook.
+        optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]
         optimizer.register_step_pre_hook(_only_by_the_engine(weakref.ref(self)))
         if moments:
             optimizer.register_state_dict_pre_hook(_incomplete)
@@ -435,7 +437,10 @@ def _only_by_the_engine(tiles: weakref.ref[Tiles]) -> Callable[..., None]:
     def refuse(*_: Any) -> None:
         owner = tiles()
         if owner is not None and not owner.stepping:
-            raise EngineError("optimizer.step() was called by hand; call engine.step(), which steps it at the boundary")
+            raise EngineError(
+                "optimizer.step() was called by hand or by a GradScaler; call engine.step(), which does it at the boundary. "
+                "In float16 the engine scales the loss itself: onecopy.stage(..., dtype='fp16') in the place of a GradScaler"
+            )
 
     return refuse
 

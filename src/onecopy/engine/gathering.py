@@ -6,6 +6,7 @@ import weakref
 from dataclasses import dataclass
 
 import torch
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 from onecopy.comm import assembly
 from onecopy.engine.ledger import Ledger
@@ -138,6 +139,9 @@ class Gathering:
         """``unit`` is about to be read: its parameters are there when this returns."""
         if unit.present:
             return
+        if torch._C._functorch.peek_interpreter_stack() is not None:
+            with temporarily_clear_interpreter_stack():  # the parameters are no part of what is transformed
+                return self.use(unit)
         wanted = [] if unit in self._flying else [unit]
         self._trail.append(unit)
         coming = unit
