@@ -19,9 +19,9 @@ __all__ = ["TILE", "Buffer", "Facts", "Schedule", "lower"]
 
 _LOW = ("bfloat16", "float16")
 # Elements stepped at a time where the plan does not say. In memory a tile takes long beside the Python calls that step it,
-# which find their own data gone from the cache (0.2 ms; a core steps 2**22 elements in 10 ms, and many cores share a tile),
+# which find their own data gone from the cache (0.2 ms; a core steps 2**21 elements in 5 ms, and many cores share a tile),
 # and what is computed beside it stays small; a tile on disk is a request per state that is worth its seek.
-TILE: dict[Tier, int] = {"device": 1 << 22, "host": 1 << 22, "disk": 1 << 20}
+TILE: dict[Tier, int] = {"device": 1 << 22, "host": 1 << 21, "disk": 1 << 20}
 # Tiles are multiples of this many elements, so that they begin on the blocks of disks and of every codec.
 _TILE_UNIT = 2048
 
