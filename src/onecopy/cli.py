@@ -15,6 +15,7 @@ from rich.console import Console
 from onecopy import gpt
 from onecopy.errors import ConfigError, OneCopyError
 from onecopy.launch import Outcome, default_ranks, place, run_ranks
+from onecopy.place import STATES, Place, bytes_of
 from onecopy.planner.command import Asked, Machine, run_plan
 from onecopy.planner.command import Method as Planned
 from onecopy.train import SAVE_EVERY, Method, Run, Settings, Task, show_report, what_is_kept
@@ -70,6 +71,13 @@ def train(
     accumulation: Annotated[int | None, typer.Option(help="Micro-batches per optimizer step (default: 1)")] = None,
     lr: Annotated[float | None, typer.Option(help="Highest learning rate of AdamW (default: by the width)")] = None,
     recompute: Annotated[bool, typer.Option(help="Recompute activations in backward.")] = False,
+    offload: Annotated[str | None, typer.Option(help="Optimizer states on the host or on disk: host or disk.")] = None,
+    offload_parameters: Annotated[str | None, typer.Option(help="At stage 3, parameters there too: host or disk.")] = None,
+    offload_ratio: Annotated[float | None, typer.Option(help="Share of the elements that are offloaded (default: 1)")] = None,
+    scratch: Annotated[str | None, typer.Option(help="Folder for what is on disk; emptied at the end.")] = None,
+    states: Annotated[str, typer.Option(help=f"Format of the optimizer's moments: {', '.join(STATES)}.")] = "fp32",
+    device_memory: Annotated[str | None, typer.Option(help="Most that a rank's states may take there, as 12G.")] = None,
+    host_memory: Annotated[str | None, typer.Option(help="The same for the host.")] = None,
     steps: Annotated[int, typer.Option(help="Optimizer steps in all, earlier runs included.")] = 300,
     save_every: Annotated[int, typer.Option(help="Steps between checkpoints.")] = SAVE_EVERY,
     keep: Annotated[int, typer.Option(help="Newest checkpoints to keep.")] = 2,
@@ -78,7 +86,9 @@ def train(
 ) -> None:
     """Train a byte-level GPT on text; run again to resume."""
     task = Task(model, context, tuple(data or ()), seed)
-    method = Method(config, stage, dtype, batch_size, accumulation, lr, recompute)
+    caps = bytes_of("--device-memory", device_memory), bytes_of("--host-memory", host_memory)
+    placed = Place(offload, offload_parameters, offload_ratio, scratch, states, *caps)
+    method = Method(config, stage, dtype, batch_size, accumulation, lr, recompute, placed)
     settings = Settings(task, method, Run(str(out), steps, save_every, keep))
     outcome, report = run_training(settings, default_ranks() if nproc is None else nproc)
     if outcome.exit_code:
@@ -139,7 +149,9 @@ def plan(
     here: Annotated[bool, typer.Option("--here", help="This machine.")] = False,
     config: Annotated[str | None, typer.Option(help="DeepSpeed JSON; excludes the options it decides.")] = None,
     stage: Annotated[int | None, typer.Option(help="ZeRO stage, 0 to 3 (default: 2)")] = None,
-    offload: Annotated[str | None, typer.Option(help="none, optimizer, all (to the host), disk, all-disk.")] = None,
+    offload: Annotated[str | None, typer.Option(help="Optimizer states on the host or on disk: host or disk.")] = None,
+    offload_parameters: Annotated[str | None, typer.Option(help="At stage 3, parameters there too: host or disk.")] = None,
+    states: Annotated[str, typer.Option(help=f"Format of the moments at rest: {', '.join(STATES)}.")] = "fp32",
     dtype: Annotated[str | None, typer.Option(help="fp32, bf16 or fp16 (default: bf16)")] = None,
     batch_size: Annotated[int | None, typer.Option(help="Sequences of a micro-batch on one rank (default: 1)")] = None,
     accumulation: Annotated[int | None, typer.Option(help="Micro-batches per optimizer step (default: 1)")] = None,
@@ -153,7 +165,8 @@ def plan(
 ) -> None:
     """Say what a plan needs before it runs: memory, traffic, time, and whether it fits."""
     machine = Machine(gpu, gpus, nodes, ranks, host_memory, nvme, link, here)
-    method = Planned(stage, offload, config, dtype, batch_size, accumulation, seq, recompute, attention)
+    where = Place(offload, offload_parameters, states=states)
+    method = Planned(stage, where, config, dtype, batch_size, accumulation, seq, recompute, attention)
     numbers = {"params": params, "largest_unit": largest_unit}
     numbers |= {"layers": layers, "hidden": hidden, "vocab": vocab, "heads": heads}  # type: ignore[dict-item]
     report = run_plan(Asked(machine, method, model, numbers, compare, search, write), Console(stderr=as_json))

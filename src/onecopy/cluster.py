@@ -150,7 +150,7 @@ def gpu(name: str) -> Gpu:
     if key == "cpu":
         return Gpu("cpu", _CPU_MEMORY, **_CPU_RATES, shared=True)
     if re.fullmatch(r"[\d.]+ *[gmt]i?b?", key):
-        return replace(GPUS["3090"], name=key, memory=quantity(key, "--gpu"))
+        return replace(GPUS["3090"], name=key, memory=quantity(key, "--gpu", size=True))
     known = [*GPUS, "cpu"]
     near = [other for other in known if other.split("-")[0] == key]
     if len(near) == 1:
@@ -160,21 +160,26 @@ def gpu(name: str) -> Gpu:
     raise ConfigError(f"GPU {name!r} is not known; {hint}Known are {', '.join(known)} and sizes of memory such as 24GB")
 
 
-_UNITS = {"": 1.0, "K": 1e3, "M": 1e6, "G": 1e9, "B": 1e9, "T": 1e12}
-_QUANTITY = re.compile(r"([+-]?[\d_,]*\.?\d+\.?(?:E[+-]?\d+)?) *([KMGT]I|[KMGTB])?B?")
+_UNITS: dict[str, float] = {"": 1.0, "K": 1e3, "M": 1e6, "G": 1e9, "B": 1e9, "T": 1e12}
+_QUANTITY = re.compile(r"([+-]?[\d_,]*\.?\d+\.?(?:E[+-]?\d+)?) *([KMGT]I|[KMGTB])?(B?)")
 _BINARY = {"KI": 2.0**10, "MI": 2.0**20, "GI": 2.0**30, "TI": 2.0**40}
 
 
-def quantity(text: str, what: str, *, least: float = 1) -> int:
-    """The whole number that ``text`` says: ``"24GB"`` and ``"24G"`` are 24e9, ``"24GiB"`` is 24 x 2**30, ``"7.5e9"``,
-    ``"7.5B"`` and ``"7.5G"`` are 7.5e9 (a count's B is 1e9). Raises :class:`ConfigError` naming ``what`` below ``least``."""
+def quantity(text: str, what: str, *, size: bool = False) -> int:
+    """The whole number that ``text`` says: of a count, ``"7.5e9"``, ``"7.5B"`` and ``"7.5G"`` are 7.5e9; of a ``size``,
+    ``"24GB"`` is 24e9 bytes, ``"24GiB"`` and ``"24G"`` are 24 x 2**30. Raises :class:`ConfigError` naming ``what``."""
     match = _QUANTITY.fullmatch(text.strip().upper())
     if match is None:
-        raise ConfigError(f"{what} {text!r} is not a size; write 24GB, 24GiB, 7.5e9 or 7B")
+        form = "a size such as 24GB, 24GiB or 512M" if size else "a number such as 7.5e9, 7B or 125M"
+        raise ConfigError(f"{what} {text!r} is not {form}")
     unit = match[2] or ""
-    value = float(match[1].replace(",", "").replace("_", "")) * ({**_UNITS, **_BINARY}[unit])
-    if not math.isfinite(value) or value < least:
-        raise ConfigError(f"{what} {text} is too small; it is {least:g} or more")
+    if size and unit == "B":
+        unit = ""
+    elif size and unit and not match[3] and not unit.endswith("I"):
+        unit += "I"
+    value = float(match[1].replace(",", "").replace("_", "")) * {**_UNITS, **_BINARY}[unit]
+    if not math.isfinite(value) or value < 1:
+        raise ConfigError(f"{what} {text}: it is 1 or more")
     return round(value)
 
 

@@ -374,6 +374,12 @@ def _unknown(name: str, known: tuple[str, ...]) -> str:
     return f"codec {name!r} is not one of {', '.join(known)}; did you mean {near!r}?"
 
 
+def draw(coded: Codec, number: int) -> None:
+    """Let the next :meth:`Codec.encode` round with the random bits of call ``number``, where ``coded`` draws any."""
+    if isinstance(coded, _Stochastic):
+        coded.calls = number
+
+
 def stored(elements: int, dtype: torch.dtype, coded: Codec | None) -> int:
     """Bytes that ``elements`` of ``dtype`` rest in."""
     return elements * dtype.itemsize if coded is None else coded.size(elements)

@@ -254,11 +254,13 @@ class Moments:
                 place.copy_(values)
         self.kept[piece] = tuple(keys)
 
-    def store(self, piece: Piece, state: dict[str, Any]) -> dict[str, Any]:
-        """Keep the states of ``piece`` that are held here; returns the others."""
-        rest = dict(state)
-        lent = self.lend(piece.tile)
-        self.keep(piece, rest, lent)
+    def store(self, states: dict[Piece, dict[str, Any]]) -> dict[Piece, dict[str, Any]]:
+        """Keep what is held here of the states of pieces of one tile; returns the others. All at once: a codec gives a
+        block one scale, and would round what is there already again for every new neighbour."""
+        rest = {piece: dict(state) for piece, state in states.items()}
+        lent = self.lend(next(iter(states)).tile)
+        for piece, state in rest.items():
+            self.keep(piece, state, lent)
         for tile in lent.values():
             tile.wait()
             tile.put()
@@ -282,6 +284,7 @@ class Tiles:
             if isinstance(home := param.__dict__.get("_onecopy_home"), ParameterHome)
         }
         self.of_param: dict[str, list[Piece]] = {}
+        begins: dict[tuple[Weights, int], dict[Piece, dict[str, Any]]] = {}
         for index, group in enumerate(optimizer.param_groups):
             mine = []
             for param in group["params"]:
@@ -291,10 +294,12 @@ class Tiles:
                     self.of_param.setdefault(homes[param].name, []).extend(cut)
                     for piece in cut:
                         self.pieces[homes[param].weights][piece.tile].append(piece)
-                        if state:
-                            self.store(piece, _cut_state(state, piece))
+                        if begun := _cut_state(state, piece, optimizer, group):
+                            begins.setdefault((homes[param].weights, piece.tile), {})[piece] = begun
                         mine.append(piece.param)
             group["params"] = mine
+        for states in begins.values():
+            self.store(states)
         self._stepping = False
         optimizer.register_step_pre_hook(_only_by_the_engine(weakref.ref(self)))
         if moments:
@@ -383,14 +388,14 @@ class Tiles:
         """Do the states of ``piece`` rest where the optimizer cannot compute with them?"""
         return piece.home.weights in self.away
 
-    def store(self, piece: Piece, state: dict[str, Any]) -> None:
-        """Make ``state`` that of ``piece``, in place of what it had; an empty one: it was never stepped."""
-        self.optimizer.state.pop(piece.param, None)
-        away = self.away.get(piece.home.weights)
-        if away is not None:
-            state = away.store(piece, state)
-        if state:
-            self.optimizer.state[piece.param] = state
+    def store(self, states: dict[Piece, dict[str, Any]]) -> None:
+        """Make ``states`` those of pieces of one tile, in place of what they had; an empty one: it was never stepped."""
+        for piece in states:
+            self.optimizer.state.pop(piece.param, None)
+        away = self.away.get(next(iter(states)).home.weights) if states else None
+        for piece, state in (away.store(states) if away is not None else states).items():
+            if state:
+                self.optimizer.state[piece.param] = state
 
     @property
     def stepping(self) -> bool:
@@ -443,8 +448,18 @@ def _cut(home: ParameterHome, group: int) -> Iterator[Piece]:
         yield Piece(home, group, nn.Parameter(values), tile, start - first, stop - first, start + low - home.slot.start)
 
 
-def _cut_state(state: dict[str, Any], piece: Piece) -> dict[str, Any]:
-    """State that an optimizer made for a whole parameter, cut to the piece that this rank steps."""
+def _cut_state(state: dict[str, Any], piece: Piece, optimizer: Optimizer, group: dict[str, Any]) -> dict[str, Any]:
+    """State that an optimizer made for a whole parameter, cut to the piece that this rank steps. What it made for a
+    parameter on the meta device has no values: that is made anew for the piece."""
+    if any(isinstance(value, torch.Tensor) and value.device.type == "meta" for value in state.values()):
+        values = nn.Parameter(torch.zeros(piece.numel, dtype=piece.param.dtype, device=piece.param.device))
+        fresh = _sibling(optimizer, group, [values])
+        if fresh is None:
+            raise PlanError(
+                f"{type(optimizer).__name__} made states on the meta device and cannot be made afresh from its options; "
+                "build the model inside onecopy.deferred() instead"
+            )
+        return dict(fresh.state[values])
     return {key: _cut_value(key, value, piece) for key, value in state.items()}
 
 

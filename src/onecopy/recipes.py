@@ -29,8 +29,10 @@ def build_optimizer(recipe: Recipe, params: Iterable[Any]) -> torch.optim.Optimi
     if not params:
         raise ConfigError(f"optimizer {recipe.type!r} got no parameters; does any require a gradient?")
     arguments = dict(chosen.arguments)
-    if chosen.name in ("Adam", "AdamW") and not {"fused", "foreach", "capturable"} & set(arguments):
-        arguments["fused"] = all(p.is_floating_point() and p.device.type in _FUSED_ON for p in _tensors(params))
+    open_choice = chosen.name in ("Adam", "AdamW") and not {"fused", "foreach", "capturable"} & set(arguments)
+    if open_choice and all(p.is_floating_point() and p.device.type in _FUSED_ON for p in _tensors(params)):
+        # Nothing is said otherwise: parameters on the meta device now may be stepped on the host.
+        arguments["fused"] = True
     kind: type[torch.optim.Optimizer] = getattr(torch.optim, chosen.name)
     return kind(params, **arguments)
 

@@ -13,7 +13,7 @@ import shutil
 import signal
 import sys
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ from onecopy import errors, gpt
 from onecopy.checkpoint.store import complete_tags
 from onecopy.errors import ConfigError
 from onecopy.launch import Failure, Outcome, run_ranks
+from onecopy.place import Place
 from onecopy.plan.check import check
 from onecopy.plan.presets import DTYPES
 from onecopy.report.measure import compare_table, human_bytes, human_count, lines, plan_table
@@ -67,13 +68,14 @@ class Method:
     accumulation: int | None = None
     lr: float | None = None
     recompute: bool = False
+    place: Place = field(default_factory=Place)
 
     def plan(self, world: int) -> onecopy.Plan:
         """The plan for ``world`` ranks. Raises :class:`ConfigError` when a file and an option say the same thing."""
         if self.config is None:
             number = 2 if self.stage is None else self.stage
             dtype = self.dtype or ("bf16" if torch.accelerator.is_available() else "fp32")
-            return onecopy.stage(number, dtype=dtype, accumulation=self.accumulation or 1, clip=1.0)
+            return self.place.apply(onecopy.stage(number, dtype=dtype, accumulation=self.accumulation or 1, clip=1.0))
         plan = onecopy.load_config(self.config, world_size=world)
         said = {
             "--stage": (self.stage, "zero_optimization.stage"),
@@ -81,11 +83,12 @@ class Method:
             "--accumulation": (self.accumulation, "gradient_accumulation_steps"),
             "--batch-size": (self.batch_size if plan.batch.micro else None, "train_micro_batch_size_per_gpu"),
             "--lr": (self.lr if plan.optimizer else None, "optimizer.params.lr"),
+            **self.place.decided_by_file(),
         }
         for option, (value, key) in said.items():
             if value is not None:
                 raise ConfigError(f"{option} {value} beside --config {self.config}: the file decides by {key}; drop one")
-        return plan
+        return self.place.apply(plan)
 
 
 @dataclass(frozen=True)
@@ -111,7 +114,8 @@ class Settings:
         """The inverse of :meth:`to_json`."""
         found = json.loads(text)
         task = Task(**{**found["task"], "data": tuple(found["task"]["data"])})
-        return cls(task, Method(**found["method"]), Run(**found["run"]))
+        method = Method(**{**found["method"], "place": Place(**found["method"]["place"])})
+        return cls(task, method, Run(**found["run"]))
 
     def to_json(self) -> str:
         """One line, as the ranks get it on their command line."""
@@ -136,6 +140,7 @@ class Settings:
         if self.method.dtype not in (None, *DTYPES, *DTYPES.values()):
             raise ConfigError(f"--dtype {self.method.dtype}: it is one of {', '.join(DTYPES)}")
         check(self.method.plan(world), (), world)
+        self.method.place.check_folder()
         model = gpt.config(self.task.model, context=self.task.context)
         open_corpora(self.task.data, model.context)
 

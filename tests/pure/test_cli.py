@@ -15,6 +15,7 @@ from rich.console import Console
 import onecopy
 from onecopy import cli, launch, train
 from onecopy.errors import ConfigError, EngineError
+from onecopy.place import Place, bytes_of
 from onecopy.report.measure import compare_table, human_bytes, human_count, lines, plan_table
 
 pytestmark = pytest.mark.pure
@@ -51,6 +52,19 @@ BAD = {
     "keep": (["train", "--keep", "0"], "--keep 0"),
     "ranks": (["train", "--nproc", "0"], "--nproc 0"),
     "config file": (["train", "--config", "nowhere.json"], "nowhere.json"),
+    "tier": (["train", "--offload", "nvme"], "--offload nvme: it is host or disk"),
+    "parameters below stage 3": (
+        ["train", "--offload-parameters", "host"],
+        "--offload-parameters host beside --stage 0, 1 or 2, which keep the parameters whole on every rank: add --stage 3",
+    ),
+    "disk without a folder": (["train", "--offload", "disk"], "states on disk need --scratch FOLDER"),
+    "folder without a disk": (["train", "--offload", "host", "--scratch", "x"], "--scratch x and nothing on disk"),
+    "no such folder": (["train", "--offload", "disk", "--scratch", "nowhere"], "--scratch nowhere is no folder"),
+    "ratio": (["train", "--offload", "host", "--offload-ratio", "2"], "--offload-ratio 2.0: it is a share from 0 to 1"),
+    "ratio of nothing": (["train", "--offload-ratio", "0.5"], "--offload-ratio 0.5 without --offload"),
+    "states": (["train", "--states", "int3"], "--states int3: it is one of fp32, bf16, int8, int4; the nearest is int8"),
+    "device memory": (["train", "--device-memory", "lots"], "--device-memory lots: it is a number of bytes with a unit"),
+    "host memory": (["train", "--host-memory", "-1G"], "--host-memory -1G: it is a number of bytes with a unit"),
     "script": (["launch", "nowhere.py"], "'nowhere.py' does not exist"),
     "hostfile": (["launch", "--hostfile", "nowhere", __file__], "'nowhere' does not exist"),
     "node rank": (["launch", "--node_rank", "1", __file__], "--node_rank 1 without --hostfile"),
@@ -77,6 +91,47 @@ def test_a_config_file_excludes_the_options_it_decides(tmp_path: Path) -> None:
     for option in ({"stage": 3}, {"dtype": "bf16"}, {"accumulation": 2}, {"batch_size": 4}):
         with pytest.raises(ConfigError, match=rf"--{next(iter(option)).replace('_', '-')} .* beside --config"):
             train.Method(config=str(path), **option).plan(2)  # type: ignore[arg-type]
+
+
+def test_options_that_place_states_are_a_plan(tmp_path: Path) -> None:
+    base = onecopy.stage(3, dtype="fp32", clip=1.0)
+    whole = Place("disk", "host", 0.5, str(tmp_path), "int8", 10**9, 10**10)
+    expected = onecopy.low_precision(onecopy.offload(base, "disk", "host", ratio=0.5, scratch=str(tmp_path)), "int8")
+    method = train.Method(stage=3, dtype="fp32", place=whole)
+    assert method.plan(2) == expected.with_(caps=onecopy.Caps(10**9, 10**10))
+    settings = train.Settings(train.Task(), method, train.Run(str(tmp_path), 5))
+    assert train.Settings.from_json(settings.to_json()) == settings
+    assert train.Method(stage=3, dtype="fp32").plan(2) == base
+    bf16 = train.Method(stage=3, dtype="fp32", place=Place(states="bf16")).plan(2)
+    assert bf16 == onecopy.low_precision(base, "bfloat16_sr")
+
+
+def test_options_that_place_states_beside_a_config_file(tmp_path: Path) -> None:
+    path = tmp_path / "ds.json"
+    path.write_text(json.dumps({"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}}}))
+    for place in (Place("host"), Place(parameters="host"), Place(ratio=0.5), Place(scratch="x")):
+        with pytest.raises(ConfigError, match=r"--\S+ \S+ beside --config .* zero_optimization.offload_"):
+            train.Method(config=str(path), place=place).plan(2)
+    plan = train.Method(config=str(path), place=Place(states="int4", host_memory=5)).plan(2)
+    row = plan.row("x")
+    assert (row.optimizer.tier, row.moment.tier, row.moment.codec, plan.caps.host) == ("host", "host", "int4", 5)
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        ("512M", 512 << 20), ("2G", 2 << 30), ("1.5GiB", 3 << 29), ("2 gb", 2 * 10**9), ("100", 100), ("1k", 1024),
+        ("3TB", 3 * 10**12), ("7B", 7), ("0.5KiB", 512),
+    ],
+)  # fmt: skip
+def test_sizes_are_read(text: str, size: int) -> None:
+    assert bytes_of("--x", text) == size
+
+
+@pytest.mark.parametrize("text", ["", "G", "1.G", "-1", "0", "1P", "1e9", "nan", "1 G B", "0.1B"])
+def test_what_is_no_size_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match=f"--x {text}: it is a number of bytes with a unit"):
+        bytes_of("--x", text)
 
 
 def test_a_folder_with_another_run_is_refused(

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from onecopy.plan.recipe import OPTIMIZERS, SCHEDULES, TORCH_SCHEDULES
-from tests.pure.test_config import KEYS, info_of
+from tests.pure.test_config import KEYS
+from tests.pure.test_config_keys import info_of
 
 pytestmark = pytest.mark.pure
 

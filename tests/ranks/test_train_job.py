@@ -65,6 +65,24 @@ def test_training_learns_reports_and_resumes_bit_for_bit(tmp_path: Path) -> None
     assert done["validation_loss"] == whole["validation_loss"] and done["ranks"] == []
 
 
+def test_where_states_rest_changes_no_bit_of_a_run(tmp_path: Path) -> None:
+    (tmp_path / "nvme").mkdir()
+    disk = ["--offload", "disk", "--offload-parameters", "disk", "--scratch", "nvme", "--device-memory", "2M"]
+    on_device, _ = train("--stage", "3", "--steps", "4", "--out", "device", cwd=tmp_path)
+    on_disk, err = train("--stage", "3", "--steps", "4", "--out", "disk", *disk, cwd=tmp_path)
+    assert on_disk["validation_loss"] == on_device["validation_loss"]
+    assert "disk: moments" in err and "moved between tiers" in err
+    assert not list((tmp_path / "nvme").iterdir())
+    for ledger in on_disk["ranks"]:
+        assert ledger["predicted"] == ledger["measured"]
+        assert set(ledger["predicted"]["resident"]["disk"]) > {"parameter", "moments"}
+
+    # A cap that cannot be kept is one line and nothing has run.
+    tight = [*SMALL, "--steps", "4", "--out", "tight", "--device-memory", "100K"]
+    refused = onecopy("train", *tight, cwd=tmp_path, code=2)
+    assert refused.stderr.count("\n") == 1 and "the cap is 102,400" in refused.stderr
+
+
 def test_training_follows_a_deepspeed_config(tmp_path: Path) -> None:
     config = {
         "train_batch_size": 16,

@@ -193,9 +193,12 @@ class Loading:
 
     def _pieces(self, slot: Slot) -> list[Piece]:
         """What this rank steps of the parameter, when its optimizer states are to be loaded."""
-        if not self.optimizer_states or self.core.tiles is None or slot.param.name not in self.match.stepped:
+        name = slot.param.name
+        if not self.optimizer_states or self.core.tiles is None or name not in self.match.stepped:
             return []
-        return self.core.tiles.of_param.get(slot.param.name, [])
+        if name not in self.match.parameters:
+            return []
+        return self.core.tiles.of_param.get(name, [])
 
     # Reading
 
@@ -207,8 +210,7 @@ class Loading:
                 weights.notice_writes()  # or the next step would take what somebody wrote before for newer than this
                 for slot in self._slots(weights):
                     self._read_weight(weights, slot)
-                    for piece in self._pieces(slot):
-                        self._read_moments(piece, self.match.parameters[slot.param.name])
+                self._read_moments(weights)
                 weights.encode()
             for name, buffer in persistent_buffers(self.engine.module).items():
                 if name in self.match.buffers:
@@ -235,8 +237,17 @@ class Loading:
         for span, low, high in state.covering(start, start + out.numel()):
             out[low - start : high - start].copy_(self.reader.read(span, low, high))
 
-    def _read_moments(self, piece: Piece, record: Parameter) -> None:
-        """Make the optimizer's state of ``piece`` what it was; one that was never stepped has none."""
+    def _read_moments(self, weights: Weights) -> None:
+        """Make the optimizer's states what they were, tile by tile; a parameter that was never stepped has none."""
+        tiles = self.core.tiles
+        if tiles is None:
+            return
+        for pieces in tiles.pieces.get(weights, []):
+            wanted = [piece for piece in pieces if piece in self._pieces(piece.home.slot)]
+            tiles.store({piece: self._moments(piece, self.match.parameters[piece.home.name]) for piece in wanted})
+
+    def _moments(self, piece: Piece, record: Parameter) -> dict[str, Any]:
+        """The optimizer's state of ``piece``."""
         assert self.core.tiles is not None
         tiles = self.core.tiles
         fresh = {key: self._scalar(key, decode(value), piece) for key, value in record.scalars.items()}
@@ -252,7 +263,7 @@ class Loading:
                 held = torch.empty(piece.numel, dtype=dtype, device=weight.device)
             self._fill(held, state, piece.offset)
             fresh[key] = held
-        tiles.store(piece, fresh)
+        return fresh
 
     def _scalar(self, key: str, value: Any, piece: Piece) -> Any:
         """torch keeps the step count on the host unless the kernel reads it; other numbers are with the weights."""
@@ -289,6 +300,7 @@ class Loading:
             engine._scaler.load(manifest.loss_scale)
         if self.counts:
             counters = manifest.counters
+            core.tiers.clock.step = counters["global_steps"]
             engine.global_steps, engine.skipped_steps = counters["global_steps"], counters["skipped_steps"]
             engine.grad_norm = decode(counters["grad_norm"])
             # In other windows a count in the middle of one would end the first too early.

@@ -20,18 +20,19 @@ import onecopy
 from onecopy import schedules as lr_schedules
 from onecopy.comm import meeting
 from onecopy.comm.groups import world_size
-from onecopy.deepspeed import comm, utils, zero
+from onecopy.deepspeed import comm, ops, utils, zero
 from onecopy.deepspeed.comm import init_distributed
 from onecopy.deepspeed.data import make_dataloader
 from onecopy.deepspeed.engine import DeepSpeedEngine, Settings
 from onecopy.errors import ConfigError
 from onecopy.plan.config import DEEPSPEED, load_config, read_config
+from onecopy.plan.offload_keys import DEVICES
 from onecopy.plan.plan import Plan
 from onecopy.recipes import build_optimizer
 
 __all__ = [
-    "DeepSpeedEngine", "add_config_arguments", "comm", "init_distributed", "initialize", "lr_schedules", "utils",
-    "zero",
+    "DeepSpeedEngine", "add_config_arguments", "comm", "init_distributed", "initialize", "lr_schedules", "ops",
+    "utils", "zero",
 ]  # fmt: skip
 
 _logger = logging.getLogger("onecopy")
@@ -66,8 +67,9 @@ def initialize(
     The configuration is ``config``, ``config_params`` or ``args.deepspeed_config``. An ``optimizer`` given here (an
     object, or a function of the parameters) takes the place of the configuration's; a scheduler in the configuration
     takes the place of ``lr_scheduler`` (an object, or a function of the optimizer), and either is said in the log.
-    With neither optimizer the engine runs forward only. ``model_parameters`` are the parameters or groups for the
-    configuration's optimizer. ``training_data``: a dataset, to be split over the ranks in micro-batches.
+    With neither optimizer the engine runs forward only; to ask for its offload then is an error, unless nothing could be
+    trained. ``model_parameters`` are the parameters or groups for the configuration's optimizer. ``training_data``: a
+    dataset, to be split over the ranks in micro-batches.
     """
     if model is None:
         raise ConfigError("initialize needs a model: initialize(model=..., config=...)")
@@ -82,6 +84,7 @@ def initialize(
     def prepare() -> tuple[dict[str, Any], tuple[Plan, Any, Any], DataLoader[Any] | None]:
         given = read_config(_source(args, config, config_params))
         chosen = _choices(load_config(given, ranks, defaults=DEEPSPEED), optimizer, model_parameters, lr_scheduler)
+        _refuse_idle_offload(model, chosen[0], chosen[1])
         loader = None
         if training_data is not None:
             share: dict[str, Any] = {"micro": chosen[0].batch.micro, "rank": rank, "world": ranks}
@@ -96,6 +99,17 @@ def initialize(
     section = given.get("zero_optimization") or {}
     engine.settings = Settings(given, int(section.get("stage", 0)), ranks, rank)
     return engine, engine.optimizer, loader, engine.lr_scheduler
+
+
+def _refuse_idle_offload(model: nn.Module, plan: Plan, optimizer: Any) -> None:
+    """Raise :class:`ConfigError` when an optimizer is to be offloaded and there is none."""
+    tiers = {rule.row.optimizer.tier for rule in plan.rules} - {"device"}
+    if tiers and optimizer is None and plan.optimizer is None and any(p.requires_grad for p in model.parameters()):
+        device = next(name for name, tier in DEVICES.items() if tier in tiers)
+        raise ConfigError(
+            f"zero_optimization.offload_optimizer.device is {device!r} and there is no optimizer: give the configuration "
+            "an optimizer section or pass one to initialize; or set device to 'none', and the engine runs forward only"
+        )
 
 
 def _source(args: Any, config: ConfigSource | None, config_params: ConfigSource | None) -> ConfigSource:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextvars import ContextVar
@@ -16,8 +17,12 @@ from onecopy.comm.groups import world_size
 from onecopy.deepspeed.comm import init_distributed, launched_ranks
 from onecopy.errors import ConfigError
 from onecopy.plan.config import DEEPSPEED, load_config
+from onecopy.plan.offload_keys import DEVICES
+from onecopy.plan.plan import Plan
 
 __all__ = ["GatheredParameters", "Init"]
+
+_logger = logging.getLogger("onecopy")
 
 _inside: ContextVar[bool] = ContextVar("inside_zero_init", default=False)
 
@@ -39,29 +44,52 @@ def Init(
 
     ``enabled=False`` makes ordinary parameters; a context inside another adds nothing. The process group is started
     first when the launcher's environment names several ranks, so that no rank holds the whole model by mistake. A
-    config is checked here already. ``dtype``: floating-point dtype of what is made inside. ``mem_efficient_linear``
-    and ``pin_memory`` have no effect. Raises :class:`ConfigError` for what this version does not do.
+    config is checked here already. ``dtype``: floating-point dtype of what is made inside. ``remote_device`` ("cpu",
+    "nvme"): shards are born in host memory, from where ``initialize`` takes them to where its configuration keeps them.
+    ``mem_efficient_linear`` and ``pin_memory`` have no effect. Raises :class:`ConfigError` for what this version does not
+    do, and for a ``remote_device`` that is not the config's ``offload_param.device``.
     """
     for name, value, instead in (
         ("module", module, "pass the finished module to initialize, which shards it"),
         ("data_parallel_group", data_parallel_group, "shard inside groups with zero_optimization.mics_shard_size"),
         ("mpu", mpu, "there is no model parallelism"),
-        ("remote_device", None if remote_device in (None, "none") else remote_device, "nothing is offloaded"),
     ):
         if value is not None:
             raise ConfigError(f"zero.Init({name}=...) is not supported in this version: {instead}")
     if launched_ranks() > 1:
         init_distributed()
-    for source in (config_dict_or_path, config):
-        if source is not None:
-            load_config(source, world_size(), defaults=DEEPSPEED)
+    plans = [load_config(s, world_size(), defaults=DEEPSPEED) for s in (config_dict_or_path, config) if s is not None]
+    away = _born_away(remote_device, plans)
     with contextlib.ExitStack() as stack:
         if dtype is not None:
             stack.enter_context(_default_dtype(dtype))
         if enabled and not _inside.get():
             stack.callback(_inside.reset, _inside.set(True))
-            stack.enter_context(onecopy.deferred())
+            stack.enter_context(onecopy.deferred("cpu" if away else None))
         yield
+
+
+def _born_away(remote_device: str | None, plans: list[Plan]) -> bool:
+    """Do parameters rest off the device? Raises :class:`ConfigError` when ``remote_device`` and the plan disagree."""
+    remote = "none" if remote_device is None else remote_device
+    if remote not in DEVICES:
+        raise ConfigError(f"zero.Init(remote_device={remote_device!r}): it is None, 'none', 'cpu' or 'nvme'")
+    tiers = {rule.row.parameter.rest.tier for plan in plans for rule in plan.rules}
+    if DEVICES[remote] == "device":
+        return bool(tiers - {"device"})
+    if tiers and tiers != {DEVICES[remote]}:
+        device = next(name for name, tier in DEVICES.items() if tiers == {tier})
+        raise ConfigError(
+            f"zero.Init(remote_device={remote!r}) and the config's zero_optimization.offload_param.device is {device!r}; "
+            "leave remote_device out, the config decides"
+        )
+    if not tiers:
+        _logger.warning(
+            "zero.Init(remote_device=%r) without a config: the parameters are born in host memory, and rest where "
+            "zero_optimization.offload_param of initialize's configuration says",
+            remote,
+        )
+    return True
 
 
 @contextlib.contextmanager

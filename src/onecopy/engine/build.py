@@ -310,7 +310,7 @@ def _hold_moments(runs: list[UnitRun], schedule: Schedule, tiers: Tiers) -> dict
         held[weights] = Moments(
             {
                 name: tiers.hold("moments", name, layout.tier, spec.grid(), getattr(torch, own or spec.weight), codec)
-                for name, own, codec in moment_codecs(schedule.facts.moments_of(spec), layout, spec.name)
+                for name, own, codec in moment_codecs(schedule.facts.moments_of(spec), layout, weights.piece_name)
             }
         )
     return held

@@ -286,6 +286,7 @@ class Engine(nn.Module):
         if not verdict.finite and self._scaler.at_floor:
             raise_at_floor(self._scaler, self.global_steps, core.rounds.suspects.names, core.hooks.outputs_finite())
         self.global_steps += 1
+        core.tiers.clock.step = self.global_steps
         self.grad_norm = verdict.norm
         if verdict.finite:
             stepper.apply(verdict, scale)

@@ -140,6 +140,9 @@ class Gathering:
             coming = following
             if not coming.present and coming not in self._gathered:
                 wanted.append(coming)
+        if (ahead := self._next[self.backward].get(coming)) is not None and ahead not in self._gathered:
+            for weights in ahead.weights:
+                weights.read_ahead()
         if self.others.asking and wanted:
             assembly.ask(self.others.engine, [self._run.units.index(each) for each in wanted])
         else:
@@ -199,6 +202,9 @@ class Gathering:
         self.backward = True
         self.release_units()
         self.backward = False
+        for unit in self._units:
+            for weights in unit.weights:
+                weights.forget_read_ahead()
 
     def unit_of(self, weights: Weights) -> UnitRun:
         """The unit that ``weights`` are a buffer of."""

@@ -80,7 +80,7 @@ class ParameterHome:
     def written(self) -> None:
         part = self.weights.piece_of(self.slot)
         if self._copy is not None and part is not None:
-            self.weights.rest.write(*part, self._copy)
+            self.weights.write_rest(*part, self._copy)
         self.weights.follow(self.slot)
 
     def grad(self, param: torch.Tensor) -> torch.Tensor | None:

@@ -98,7 +98,7 @@ def write_param(param: nn.Parameter, value: torch.Tensor) -> None:
         elif (part := weights.piece_of(home.slot)) is not None:
             low = weights.piece * weights.spec.layout.shard
             offset = low - home.slot.start
-            weights.rest.write(*part, flat[part[0] + offset : part[1] + offset])
+            weights.write_rest(*part, flat[part[0] + offset : part[1] + offset])
         weights.follow(home.slot, flat)
 
 

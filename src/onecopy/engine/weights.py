@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -21,11 +20,8 @@ from onecopy.engine.parameter import HOME, Face
 from onecopy.engine.pending import make_plain, shown_class
 from onecopy.plan.layout import Grid, Slot
 from onecopy.schedule.lower import Buffer
-from onecopy.tiers.held import Held, Tile
+from onecopy.tiers.held import Held
 from onecopy.tiers.tiers import Tiers
-
-# Tiles of a shard on disk that are read before the first is waited for.
-_READ_AHEAD = 4
 
 __all__ = ["Source", "Weights"]
 
@@ -105,11 +101,16 @@ class Weights:
             assert spec.row.optimizer.codec is not None
             held = self.rest.plain if rests else self.full
             assert held is not None
-            codec = codecs.codec(spec.row.optimizer.codec, seed=crc32(spec.name.encode()))
+            codec = codecs.codec(spec.row.optimizer.codec, seed=crc32(self.piece_name.encode()))
             return tiers.decode(held, spec.grid().tile, codec, spec.row.optimizer.tier)
         if not rests:
             return tiers.show(self.full, spec.grid().tile)
         return self.rest if self.rest.plain is None else tiers.show(self.rest.plain, spec.grid().tile)
+
+    @property
+    def piece_name(self) -> str:
+        """A name that ranks with copies of what this one steps have too, and no others."""
+        return f"{self.spec.name}[{self.stepped()[0]}]"
 
     @property
     def master(self) -> Held | None:
@@ -155,7 +156,7 @@ class Weights:
         self._make_faces()
         self.writes.versions = self._version_sum()
         if self.away:
-            self.rest.write(0, layout.shard, self.own())
+            self.write_rest(0, layout.shard, self.own())
             self.free()
 
     def _make_faces(self) -> None:
@@ -254,7 +255,7 @@ class Weights:
         """Take part in a gather that other ranks need, and forget what comes."""
         assert self._source.gather is not None
         scratch = self._tiers.device.alloc("gather buffer", self.full.numel(), self.full.dtype)
-        self._fetch(self._own_of(scratch), deque())
+        self._tiers.fetch(self.rest, self._own_of(scratch))
         self._source.gather(scratch, self._own_of(scratch)).wait()
         self._tiers.device.drop("gather buffer", scratch)
 
@@ -275,37 +276,21 @@ class Weights:
         elif rests is not None:
             self.own().copy_(rests, non_blocking=True)
             self.pending = gather(self.full, self.own()) if gather is not None else Pending([], None)
+        elif gather is not None:
+            # Collectives go out in the order of starts on every rank, so this one cannot wait for its turn to be used.
+            self._tiers.fetch(self.rest, self.own())
+            self.pending = gather(self.full, self.own())
         else:
-            tiles: deque[Tile] = deque()
-            for tile in range(min(_READ_AHEAD, self.rest.grid.count)):
-                if self._may_read_ahead():
-                    tiles.append(self.rest.lend(tile))
-            self.pending = Pending([], None, partial(self._fetch_and_gather, tiles))
+            self.pending = Pending([], None, partial(self._tiers.fetch, self.rest, self.own()))
 
-    def _fetch_and_gather(self, tiles: deque[Tile]) -> None:
-        """Bring the shard from the disk, which was told to read ``tiles`` already, then gather."""
-        self._fetch(self.own(), tiles)
-        if self._source.gather is not None:
-            self._source.gather(self.full, self.own()).wait()
+    def forget_read_ahead(self) -> None:
+        """The values are about to change."""
+        self._tiers.forget(self.rest)
 
-    def _may_read_ahead(self) -> bool:
-        """Is there room for a tile of the shard beside one more, which whoever cannot wait may need?"""
-        disk = self._tiers.disk
-        return disk is None or disk.has_room(2 * codecs.blocks(self.rest.grid.tile, self.rest.grid.tile, self.spec.dtype))
-
-    def _fetch(self, out: torch.Tensor, tiles: deque[Tile]) -> None:
-        """Copy this rank's shard to ``out``; of its tiles the first are on their way."""
-        grid = self.rest.grid
-        coming = iter(range(len(tiles), grid.count))
-        for index in range(grid.count):
-            while not tiles or (len(tiles) < _READ_AHEAD and self._may_read_ahead()):
-                if (following := next(coming, None)) is None:
-                    break
-                tiles.append(self.rest.lend(following))
-            low, high = grid.bounds(index)
-            lent = tiles.popleft()
-            out[low:high].copy_(lent.wait())
-            lent.drop()
+    def read_ahead(self) -> None:
+        """The shard will be fetched soon: let the disk begin."""
+        if self.rest.plain is None and not self.present and self.pending is None:
+            self._tiers.read_ahead(self.rest)
 
     def finish_gather(self) -> None:
         """Wait for the all-gather; from here on the parameters are ordinary ones."""
@@ -367,13 +352,18 @@ class Weights:
             self.write_back(self.master.grid.bounds(tile)[0], lent.wait())
             lent.drop()
 
+    def write_rest(self, low: int, high: int, values: torch.Tensor) -> None:
+        """``values`` become elements ``[low, high)`` of what rests."""
+        self._tiers.forget(self.rest)
+        self.rest.write(low, high, values)
+
     def write_back(self, low: int, values: torch.Tensor) -> None:
         """``values`` of the master weights from element ``low`` of :meth:`stepped` on become the parameter's."""
         row = self.spec.row
         if row.parameter.rest.tier == "device" != row.optimizer.tier:
             self._tiers.moved("to_device", values.numel() * self.full.element_size())
         if self.away:
-            self.rest.write(low, low + values.numel(), values)
+            self.write_rest(low, low + values.numel(), values)
         else:
             start = self.stepped()[0] + low
             part = self.full[start : start + values.numel()]
@@ -404,7 +394,7 @@ class Weights:
         ``source``: the whole new values, flat, when they are more precise than the parameter.
         """
         if self.away and self.present and (part := self.piece_of(slot)) is not None:
-            self.rest.write(*part, self.own()[part[0] : part[1]])
+            self.write_rest(*part, self.own()[part[0] : part[1]])
         if self.master is None:
             return
         low, high = self.stepped()

@@ -20,6 +20,7 @@ from pydantic.fields import FieldInfo
 from onecopy.errors import ConfigError
 from onecopy.plan import schema
 from onecopy.plan.batch import find_world, resolve_batch
+from onecopy.plan.offload_keys import Offload, read_offload
 from onecopy.plan.plan import Batch, LossScale, Plan, Precision, Recipe, Rule, Units, Wire
 from onecopy.plan.presets import stage as stage_plan
 from onecopy.plan.recipe import choose_optimizer, choose_schedule
@@ -296,11 +297,12 @@ class _Parts:
         self.defaults = defaults
         self.notes: list[str] = []
         self._precision = Precision()
+        self._offload = Offload()
 
     def translate(self) -> None:
         """Raise :class:`ConfigError` with everything that keys contradict each other in."""
         problems = []
-        for part in (self.precision, self.group):
+        for part in (self.precision, self.group, self.offload):
             try:
                 part()
             except ConfigError as error:
@@ -368,6 +370,11 @@ class _Parts:
                 "shards parameters inside groups, which is stage 3: set stage to 3"
             )
 
+    def offload(self) -> None:
+        """Where states rest."""
+        self._offload = read_offload(self.config)
+        self.notes += self._offload.notes
+
     def _units(self) -> Units:
         path, size = "zero_optimization.stage3_prefetch_bucket_size", self.zero.stage3_prefetch_bucket_size
         if size is not None and self.zero.stage < 3:
@@ -387,4 +394,4 @@ class _Parts:
         if wire is not None:
             rules = (Rule(rule.pattern, replace(rule.row, wire=Wire(reduce=_DTYPES[wire]))) for rule in plan.rules)
             plan = plan.with_(rules=tuple(rules))
-        return plan.with_(group=self.zero.mics_shard_size if self.zero.mics_shard_size > 0 else None)
+        return self._offload.place(plan).with_(group=self.zero.mics_shard_size if self.zero.mics_shard_size > 0 else None)

@@ -14,7 +14,10 @@ from pydantic import BaseModel, ConfigDict, PlainValidator
 
 from onecopy.plan.values import Choice, Flag, Kind, Number, Text, shown
 
-__all__ = ["ALIASES", "AUTO_ALLOWED", "Config", "Fp16", "Note", "OptimizerSection", "Section", "ZeroOptimization"]
+__all__ = [
+    "ALIASES", "AUTO_ALLOWED", "Aio", "Config", "Fp16", "Note", "OffloadOptimizer", "OffloadParam", "OptimizerSection",
+    "Section", "ZeroOptimization",
+]  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -73,6 +76,7 @@ Count = Annotated[int | None, checked(Number(low=1, whole=True, optional=True))]
 Size = Annotated[float | None, checked(Number(low=0, optional=True))]
 Word = Annotated[str | None, checked(Text(optional=True))]
 Dtype = Annotated[str | None, checked(Choice(("fp32", "fp16", "bf16"), optional=True))]
+Device = Annotated[str | None, checked(Choice(("none", "cpu", "nvme"), optional=True))]
 AlwaysOn = Annotated[bool, checked(Off((True,), "switching this off"))]
 
 _UNITS = "parameters are gathered and gradients reduced a unit at a time, so there are no buckets to size"
@@ -113,31 +117,37 @@ class Bf16(Section):
     bf16_optimizer_states: Switch = False
 
 
-class OffloadOptimizer(Section):
-    """Optimizer states off the device; legal while ``device`` is none."""
+_PINNED = "host memory is always pinned where there is an accelerator to copy to"
+_AHEAD = "while a tile is stepped the next is always read and the one before is written"
+_STAGING = "reads and writes of a disk pass through at most onecopy.Scratch(staging=...) bytes, whatever a buffer's size"
+_THREADS = "threads read and write with one request each, past the page cache and without libaio"
 
-    device: Annotated[str | None, checked(Off(("none", None), "offload of optimizer states"))] = "none"
-    pin_memory: Annotated[Switch, Note("nothing is offloaded")] = False
-    nvme_path: Annotated[Word, Note("nothing is offloaded")] = None
-    buffer_count: Annotated[Count, Note("nothing is offloaded")] = None
-    pipeline: Annotated[Switch, Note("nothing is offloaded")] = False
-    pipeline_read: Annotated[Switch, Note("nothing is offloaded")] = False
-    pipeline_write: Annotated[Switch, Note("nothing is offloaded")] = False
-    fast_init: Annotated[Switch, Note("nothing is offloaded")] = False
-    ratio: Annotated[float, checked(Number(0, 1)), Note("nothing is offloaded")] = 1.0
+
+class OffloadOptimizer(Section):
+    """Optimizer states off the device; see :mod:`onecopy.plan.offload_keys`."""
+
+    device: Device = "none"
+    nvme_path: Word = None
+    ratio: Annotated[float, checked(Number(0, 1))] = 1.0
+    pin_memory: Annotated[Switch, Note(_PINNED)] = False
+    buffer_count: Annotated[Count, Note(_STAGING)] = None
+    pipeline: Annotated[Switch, Note(_AHEAD)] = False
+    pipeline_read: Annotated[Switch, Note(_AHEAD)] = False
+    pipeline_write: Annotated[Switch, Note(_AHEAD)] = False
+    fast_init: Annotated[Switch, Note("moments are made in the first step, so there is no start to make faster")] = False
+    cpuadam_cores_perc: Annotated[float, checked(Number(0, 1)), Note("the step has OMP_NUM_THREADS threads")] = 0.8
     super_offload: Annotated[bool, checked(Off((False,), "SuperOffload"))] = False
-    cpuadam_cores_perc: Annotated[float, checked(Number(0, 1)), Note("nothing is offloaded")] = 0.8
 
 
 class OffloadParam(Section):
-    """Parameters off the device; legal while ``device`` is none."""
+    """Parameters off the device; see :mod:`onecopy.plan.offload_keys`."""
 
-    device: Annotated[str | None, checked(Off(("none", None), "offload of parameters"))] = "none"
-    pin_memory: Annotated[Switch, Note("nothing is offloaded")] = False
-    nvme_path: Annotated[Word, Note("nothing is offloaded")] = None
-    buffer_count: Annotated[Count, Note("nothing is offloaded")] = None
-    buffer_size: Annotated[Size, Note("nothing is offloaded")] = None
-    max_in_cpu: Annotated[Size, Note("nothing is offloaded")] = None
+    device: Device = "none"
+    nvme_path: Word = None
+    pin_memory: Annotated[Switch, Note(_PINNED)] = False
+    buffer_count: Annotated[Count, Note(_STAGING)] = None
+    buffer_size: Annotated[Size, Note(_STAGING)] = None
+    max_in_cpu: Annotated[Size, Note("parameters on disk are all there, and in memory while they are in use")] = None
 
 
 class _ZeroUsed(Section):
@@ -159,7 +169,7 @@ class _ZeroBuckets(Section):
     allgather_partitions: Annotated[Switch, Note("updated shards are always gathered a unit at a time")] = True
     reduce_bucket_size: Annotated[Size, Note(_UNITS)] = None
     allgather_bucket_size: Annotated[Size, Note(_UNITS)] = None
-    sub_group_size: Annotated[Size, Note("the optimizer already steps one shard of a unit at a time")] = None
+    sub_group_size: Annotated[Size, Note("the optimizer steps one shard of a unit at a time, off the device in tiles")] = None
     round_robin_gradients: Annotated[Switch, Note("every unit is cut evenly over the ranks")] = False
     use_multi_rank_bucket_allreduce: Annotated[Switch, Note(_UNITS)] = True
     parameter_alignment: Annotated[Switch, Note("parameters of 16-byte sizes are always laid on 16-byte bounds")] = False
@@ -199,10 +209,9 @@ class _ZeroAbsent(Section):
 class _ZeroOld(Section):
     """Former names of the offload sections."""
 
-    cpu_offload: Annotated[bool | None, checked(Off((False, None), "offload of optimizer states"))] = None
-    cpu_offload_param: Annotated[bool | None, checked(Off((False, None), "offload of parameters"))] = None
-    cpu_offload_params: Annotated[bool | None, checked(Off((False, None), "offload of parameters"))] = None
-    cpu_offload_use_pin_memory: Annotated[MaybeSwitch, Note("nothing is offloaded")] = None
+    cpu_offload: MaybeSwitch = None
+    cpu_offload_param: MaybeSwitch = None
+    cpu_offload_use_pin_memory: Annotated[MaybeSwitch, Note(_PINNED)] = None
 
 
 class ZeroOptimization(_ZeroUsed, _ZeroBuckets, _ZeroStage3, _ZeroAbsent, _ZeroOld):
@@ -246,15 +255,15 @@ class ActivationCheckpointing(Section):
 
 
 class Aio(Section):
-    """How disks are read, without effect: nothing is offloaded."""
+    """How disks are read and written; see :mod:`onecopy.plan.offload_keys`."""
 
-    block_size: Annotated[Count, Note("nothing is offloaded to disk")] = None
-    queue_depth: Annotated[Count, Note("nothing is offloaded to disk")] = None
-    intra_op_parallelism: Annotated[Count, Note("nothing is offloaded to disk")] = None
-    thread_count: Annotated[Count, Note("nothing is offloaded to disk")] = None
-    single_submit: Annotated[Switch, Note("nothing is offloaded to disk")] = False
-    overlap_events: Annotated[Switch, Note("nothing is offloaded to disk")] = True
-    use_gds: Annotated[Switch, Note("nothing is offloaded to disk")] = False
+    block_size: Count = None
+    intra_op_parallelism: Count = None
+    thread_count: Count = None
+    queue_depth: Annotated[Count, Note(_THREADS)] = None
+    single_submit: Annotated[Switch, Note(_THREADS)] = False
+    overlap_events: Annotated[Switch, Note(_THREADS)] = True
+    use_gds: Annotated[Switch, Note("what is on disk passes through host memory")] = False
 
 
 class DataTypes(Section):
@@ -386,7 +395,8 @@ class Config(_Used, _Idle, _Absent, _AbsentTools, _AbsentTraining):
 ALIASES: dict[str, dict[str, str]] = {
     "": {"bfloat16": "bf16"},
     "zero_optimization": {
-        name.removeprefix("stage3_"): name for name in ZeroOptimization.model_fields if name.startswith("stage3_")
+        "cpu_offload_params": "cpu_offload_param",
+        **{name.removeprefix("stage3_"): name for name in ZeroOptimization.model_fields if name.startswith("stage3_")},
     },
 }
 # Keys that may stay "auto": sizes nothing depends on, and batch numbers that follow from the others.

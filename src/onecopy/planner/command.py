@@ -12,12 +12,13 @@ from rich.console import Console
 
 from onecopy.cluster import Cluster, gpu, here, quantity
 from onecopy.errors import ConfigError
+from onecopy.place import Place
 from onecopy.plan.config import load_config
-from onecopy.plan.layout import Tier
 from onecopy.plan.plan import Plan
-from onecopy.plan.presets import DTYPES, offload, stage
+from onecopy.plan.presets import DTYPES, stage
 from onecopy.planner.activations import ATTENTION
 from onecopy.planner.estimate import Work
+from onecopy.planner.others import beside
 from onecopy.planner.report import human_gb, plan_report
 from onecopy.planner.search import SCRATCH, Choice, Found, Question, cheapest_change, compare, fastest
 from onecopy.planner.show import show_comparison, show_report
@@ -27,13 +28,7 @@ from onecopy.planner.write import as_config, write_config
 
 __all__ = ["Asked", "Machine", "Method", "run_plan"]
 
-OFFLOADS: dict[str, tuple[Tier, Tier]] = {
-    "none": ("device", "device"),
-    "optimizer": ("host", "device"),
-    "all": ("host", "host"),
-    "disk": ("disk", "device"),
-    "all-disk": ("disk", "disk"),
-}
+_NOWHERE = Place()
 # What a sequence is taken to be where only numbers are given.
 _SEQ = 2048
 
@@ -60,9 +55,9 @@ class Machine:
         changes: dict[str, Any] = {"gpu": gpu(self.gpu)} if self.gpu is not None else {}
         changes["gpus"], changes["nodes"] = self._place(base)
         if self.host_memory is not None:
-            changes["host_memory"] = quantity(self.host_memory, "--host-memory")
+            changes["host_memory"] = quantity(self.host_memory, "--host-memory", size=True)
         if self.nvme is not None:
-            changes["nvme"] = quantity(self.nvme, "--nvme")
+            changes["nvme"] = quantity(self.nvme, "--nvme", size=True)
         if self.link is not None:
             changes["network"] = self.link * 1e9
         cluster = replace(base, **changes)
@@ -88,7 +83,7 @@ class Method:
     """The options that describe the plan and the work; None: not given."""
 
     stage: int | None = None
-    offload: str | None = None
+    place: Place = _NOWHERE
     config: str | None = None
     dtype: str | None = None
     batch_size: int | None = None
@@ -101,22 +96,21 @@ class Method:
         """The plan meant. Raises :class:`ConfigError` when a file and an option say the same thing."""
         self._check()
         if self.config is not None:
-            for name in ("stage", "offload", "dtype", "accumulation"):
-                if (value := getattr(self, name)) is not None:
-                    raise ConfigError(f"--{name} {value} beside --config {self.config}: the file decides; drop one")
+            decided = {f"--{name}": getattr(self, name) for name in ("stage", "dtype", "accumulation")}
+            decided |= {option: value for option, (value, _) in self.place.decided_by_file().items()}
+            for option, value in decided.items():
+                if value is not None:
+                    raise ConfigError(f"{option} {value} beside --config {self.config}: the file decides; drop one")
             plan = load_config(self.config, world_size=cluster.ranks)
             if self.batch_size is not None and (micro := plan.batch.micro) is not None:
                 raise ConfigError(f"--batch-size {self.batch_size} beside --config {self.config}: the file says {micro}")
-            return plan
+            return self.place.apply(plan)
         plan = stage(2 if self.stage is None else self.stage, dtype=self.dtype or "bf16", accumulation=self.accumulation or 1)
-        optimizer, parameter = OFFLOADS[self.offload or "none"]
-        if (optimizer, parameter) == ("device", "device"):
-            return plan
-        return offload(plan, optimizer, parameter, scratch=SCRATCH if "disk" in (optimizer, parameter) else None)
+        disk = "disk" in (self.place.optimizer, self.place.parameters)
+        return replace(self.place, scratch=SCRATCH if disk else None).apply(plan)
 
     def _check(self) -> None:
         for name, value, legal in (
-            ("offload", self.offload, tuple(OFFLOADS)),
             ("dtype", self.dtype, tuple(DTYPES)),
             ("attention", self.attention, ATTENTION),
         ):
@@ -186,6 +180,8 @@ def run_plan(asked: Asked, console: Console) -> dict[str, Any]:
         "plan": _plan(plan, work),
         **plan_report(facts(subject, plan, cluster.ranks), plan, cluster, work, activations, subject.shape),
     }
+    largest = max(sum(param.numel for param in unit.params) for unit in subject.units(plan))
+    report["others"] = list(beside(Choice.of(plan, work), subject.parameters, largest, cluster))
     report["assumptions"] = [*said, *_assumed(asked), *report["assumptions"]]
     if chosen:
         report["chosen"] = chosen

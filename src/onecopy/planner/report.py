@@ -151,7 +151,7 @@ def _why(found: Costs, ranks: Mapping[str, Mapping[str, int]], cluster: Cluster)
             held = ", ".join(f"{kind} {human_gb(size)}" for kind, size in largest)
             said.append(
                 f"{tier}: does not fit by {human_gb(found.over[tier])}: {human_gb(need)} needed on {of} of {human_gb(room)}, "
-                f"in the {peak.at}: {held}"
+                f"in {peak.at}: {held}"
             )
         else:
             said.append(f"{tier}: fits, {human_gb(need)} of {human_gb(room)} on {of}")

@@ -37,6 +37,8 @@ def show_report(report: Mapping[str, Any], console: Console) -> None:
         console.print(f"It would fit with {report['change']['text']}", highlight=False)
     for line in report.get("chosen", []):
         console.print(f"- {line}", highlight=False)
+    for line in report["others"]:
+        console.print(f"[dim]{line}[/dim]", highlight=False)
     for line in report["assumptions"]:
         console.print(f"[dim]assumed: {line}[/dim]", highlight=False)
 
@@ -53,7 +55,7 @@ def _memory(report: Mapping[str, Any]) -> Table:
             table.add_row(kind.replace("_", " "), *(human_gb(found.get(kind, 0)) for found in ranks.values()))
     table.add_section()
     table.add_row("peak", *(human_gb(found["peak"]) for found in ranks.values()))
-    table.add_row("in the", *(report["peak"][tier]["at"] for tier in ranks))
+    table.add_row("in", *(report["peak"][tier]["at"] for tier in ranks))
     return table
 
 

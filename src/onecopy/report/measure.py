@@ -1,7 +1,7 @@
 """Tables of a ledger: what each rank holds and sends, predicted beside measured.
 
 A ledger is what ``engine.predicted()`` and ``engine.measured()`` return: ``resident`` and ``peak`` bytes by tier and
-kind, and ``collectives`` by op with count, elements, bytes and group.
+kind, ``collectives`` by op with count, elements, bytes and group, and bytes ``moved`` between tiers by link.
 """
 
 from __future__ import annotations
@@ -16,14 +16,19 @@ __all__ = ["Line", "compare_table", "human_bytes", "human_count", "lines", "plan
 
 Ledger = Mapping[str, Any]
 
-_TITLES = {"resident": "held between steps", "peak": "highest inside a step"}
+_TITLES = {
+    "resident": "held between steps",
+    "peak": "highest inside a step",
+    "moved": "moved between tiers in one step",
+}
 
 
 @dataclass(frozen=True)
 class Line:
     """One quantity of a ledger. ``measured`` is None where nothing was measured.
 
-    ``exact``: bytes held and sent must be equal; a peak is the allocator's and only bounded.
+    ``exact``: bytes held and sent must be equal; a peak is the allocator's and only bounded, and the first step reads less
+    from disk than the others.
     """
 
     section: str
@@ -87,6 +92,10 @@ def _all_lines(predicted: Ledger, measured: Ledger | None) -> Iterator[Line]:
         for unit in ("count", "elements", "bytes"):
             found = theirs.get(op, {}).get(unit, 0) if measured else None
             yield Line("collectives", f"{op}: {unit}", ours.get(op, {}).get(unit, 0), found, unit)
+    ours, theirs = predicted.get("moved", {}), measured.get("moved", {})
+    for link in _keys(ours, theirs):
+        name = link.replace("_", " ")
+        yield Line("moved", name, ours.get(link, 0), theirs.get(link, 0) if measured else None, "bytes", False)
 
 
 def _keys(first: Mapping[str, Any], second: Mapping[str, Any]) -> list[str]:

@@ -175,7 +175,7 @@ def check_needs(schedule: Schedule, piece: int) -> None:
         other = {own or buffer.weight for _, own in schedule.facts.moments_of(buffer)} - {"float32"}
         if buffer.trainable and buffer.row.moment.codec is not None and other:
             problems.append(
-                f"moments of unit {buffer.unit!r} are {other.pop()} and their codec {buffer.row.moment.codec!r} holds "
+                f"moments of unit {buffer.unit!r} are {other.pop()}, and their codec {buffer.row.moment.codec!r} holds "
                 "float32; keep float32 master weights (Precision.master), or leave the codec out for these parameters"
             )
             break
@@ -310,7 +310,7 @@ class _Walk:
             self._pass(self._units, "pre_forward", "post_forward")
             self._backward("boundary" if batch == micro - 1 else "grads_ready")
         for unit in self._units:
-            self._now = f"step of {unit}"
+            self._now = f"the step of {unit}"
             self._step_unit([buffer for buffer in self._schedule.of(unit) if buffer.trainable])
 
     # Parameters
@@ -345,7 +345,7 @@ class _Walk:
         order = self._cut(units)
         place = {unit: at for at, unit in enumerate(order)}
         for unit in units:
-            self._now = f"forward of {unit}"
+            self._now = f"the forward of {unit}"
             if unit in place:
                 self._ahead(order, place[unit], before)
             self._count("activations", self._saved.kept.get(unit, 0))
@@ -362,7 +362,7 @@ class _Walk:
         cut = self._cut(order)
         late = [unit for unit in backward if unit in self._spans]
         for unit in order:
-            self._now = f"backward of {unit}"
+            self._now = f"the backward of {unit}"
             if unit in cut:
                 self._ahead(cut, cut.index(unit), "pre_backward")
             again = self._saved.again.get(unit, 0)

@@ -10,11 +10,11 @@ from typing import Protocol
 
 import torch
 
-from onecopy.codecs import Codec, stored, stride
+from onecopy.codecs import Codec, draw, stored, stride
 from onecopy.plan.layout import Grid
 from onecopy.tiers.memory import Memory
 
-__all__ = ["Held", "Loan", "Place", "Resident"]
+__all__ = ["Clock", "Held", "Loan", "Place", "Resident"]
 
 
 class Loan(Protocol):
@@ -63,17 +63,32 @@ class _InPlace:
         """Nothing was taken."""
 
 
+class Clock:
+    """The optimizer step that is running, or the last one."""
+
+    def __init__(self) -> None:
+        self.step = 0
+
+
 class Held:
     """One flat state over ``grid``, in ``place``, whose values are ``dtype`` when lent and rest in ``codec`` (None: as
     they are). ``plain``: the values themselves where they rest in memory unencoded. Tiles lie ``align`` bytes apart or a
     multiple of that."""
 
     def __init__(
-        self, grid: Grid, dtype: torch.dtype, place: Place, codec: Codec | None, workspace: Memory, align: int = 1
+        self,
+        grid: Grid,
+        dtype: torch.dtype,
+        place: Place,
+        codec: Codec | None,
+        workspace: Memory,
+        clock: Clock,
+        align: int = 1,
     ) -> None:
         self.grid = grid
         self.dtype = dtype
         self.codec = codec
+        self.clock = clock
         self.plain: torch.Tensor | None = None
         self._place = place
         self._workspace = workspace
@@ -90,7 +105,7 @@ class Held:
         low, high = self.grid.bounds(tile)
         start = tile * self._stride
         stop = start + stride(high - low, self.dtype, self.codec, self._align)
-        return Tile(self._place.lend(start, stop, fresh), high - low, self, (fresh, zero))
+        return Tile(self._place.lend(start, stop, fresh), tile, self, (fresh, zero))
 
     def read(self, low: int, high: int, out: torch.Tensor) -> None:
         """Copy elements ``[low, high)`` to ``out``."""
@@ -114,11 +129,13 @@ class Held:
 class Tile:
     """One tile on loan from a :class:`Held`."""
 
-    __slots__ = ("_elements", "_fresh", "_held", "_loan", "_raw", "_values", "_zero")
+    __slots__ = ("_elements", "_fresh", "_held", "_loan", "_raw", "_tile", "_values", "_zero")
 
-    def __init__(self, loan: Loan, elements: int, held: Held, new: tuple[bool, bool]) -> None:
+    def __init__(self, loan: Loan, tile: int, held: Held, new: tuple[bool, bool]) -> None:
         self._loan: Loan | None = loan
-        self._elements = elements
+        self._tile = tile
+        low, high = held.grid.bounds(tile)
+        self._elements = high - low
         self._held = held
         self._fresh, self._zero = new
         self._raw: torch.Tensor | None = None
@@ -145,10 +162,15 @@ class Tile:
         """The values were changed: they go back, encoded where they rest so."""
         assert self._raw is not None and self._values is not None and self._loan is not None
         if self._held.codec is not None:
+            draw(self._held.codec, self._number())
             self._held.codec.encode(self._values, self._raw)
             self._held._workspace.drop("workspace", self._values)
         self._loan.put()
         self._loan = self._values = self._raw = None
+
+    def _number(self) -> int:
+        """What no other encoding of this state has: a run that resumes at the same step rounds alike."""
+        return (self._held.clock.step << 32) + self._tile
 
     def drop(self) -> None:
         """The values were only read. Does nothing when the tile is back already."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 
 import torch
@@ -10,10 +11,14 @@ from onecopy.codecs import ALIGN, Codec, blocks
 from onecopy.plan.layout import Grid, Tier
 from onecopy.plan.plan import Caps
 from onecopy.tiers.disk import Disk, Region, Staged, Transfer
-from onecopy.tiers.held import Held, Loan, Resident
+from onecopy.tiers.held import Clock, Held, Loan, Resident, Tile
 from onecopy.tiers.memory import Memory
 
 __all__ = ["Tiers"]
+
+
+# Tiles that are read before the first is waited for.
+_AHEAD = 4
 
 
 def _nowhere(link: str, size: int) -> None:
@@ -33,6 +38,8 @@ class Tiers:
         self.disk = disk
         # Told of bytes that move between tiers, by the link that they cross.
         self.moved = moved
+        self.clock = Clock()
+        self._ahead: dict[Held, deque[Tile]] = {}
 
     def memory(self, tier: Tier) -> Memory:
         """What allocates on ``tier``, or keeps the account of it."""
@@ -44,13 +51,13 @@ class Tiers:
 
     def show(self, tensor: torch.Tensor, tile: int) -> Held:
         """``tensor``, which is on somebody's account already, as a state that is lent in tiles."""
-        held = Held(Grid(tensor.numel(), max(tile, 1)), tensor.dtype, Resident(tensor), None, self.host)
+        held = Held(Grid(tensor.numel(), max(tile, 1)), tensor.dtype, Resident(tensor), None, self.host, self.clock)
         held.plain = tensor
         return held
 
     def decode(self, tensor: torch.Tensor, tile: int, codec: Codec, tier: Tier) -> Held:
         """``tensor``, whose numbers are in ``codec`` on ``tier``, as a state of float32 values."""
-        return Held(Grid(tensor.numel(), tile), torch.float32, Resident(tensor), codec, self.computing(tier))
+        return Held(Grid(tensor.numel(), tile), torch.float32, Resident(tensor), codec, self.computing(tier), self.clock)
 
     def computing(self, tier: Tier) -> Memory:
         """The memory in which states of ``tier`` are computed with."""
@@ -63,12 +70,45 @@ class Tiers:
             size = blocks(grid.numel, grid.tile, _name(dtype), codec)
             self.account.count(kind, size)
             place = OnDisk(self.disk, self.disk.reserve(name, size), self.moved)
-            return Held(grid, dtype, place, codec, self.host, ALIGN)
+            return Held(grid, dtype, place, codec, self.host, self.clock, ALIGN)
         memory = self.memory(tier)
         if codec is None:
             return self.show(memory.alloc(kind, grid.numel, dtype), grid.tile)
         size = blocks(grid.numel, grid.tile, _name(dtype), codec)
-        return Held(grid, dtype, Resident(memory.alloc(kind, size, torch.uint8)), codec, memory, ALIGN)
+        return Held(grid, dtype, Resident(memory.alloc(kind, size, torch.uint8)), codec, memory, self.clock, ALIGN)
+
+    # What is read whole, such as the shard of a parameter
+
+    def read_ahead(self, held: Held) -> None:
+        """Begin to bring the first tiles of ``held``, as far as staging has room: :meth:`fetch` will want them."""
+        tiles = self._ahead.setdefault(held, deque())
+        for tile in range(len(tiles), min(_AHEAD, held.grid.count)):
+            if self._room(held):
+                tiles.append(held.lend(tile))
+
+    def fetch(self, held: Held, out: torch.Tensor) -> None:
+        """Copy all of ``held`` to ``out``."""
+        tiles = self._ahead.pop(held, deque())
+        coming = len(tiles)
+        for index in range(held.grid.count):
+            while coming < held.grid.count and (not tiles or (len(tiles) < _AHEAD and self._room(held))):
+                tiles.append(held.lend(coming))
+                coming += 1
+            low, high = held.grid.bounds(index)
+            lent = tiles.popleft()
+            out[low:high].copy_(lent.wait())
+            lent.drop()
+
+    def forget(self, held: Held | None = None) -> None:
+        """What was read ahead (of ``held``, or all of it) is going to be written: it would be out of date."""
+        for each in [held] if held is not None else list(self._ahead):
+            for tile in self._ahead.pop(each, ()):
+                tile.drop()
+
+    def _room(self, held: Held) -> bool:
+        """Does staging hold a tile of ``held`` beside one more, which whoever cannot wait may need?"""
+        size = held.grid.tile * held.dtype.itemsize
+        return self.disk is None or self.disk.has_room(2 * -(-size // ALIGN) * ALIGN)
 
     def close(self) -> None:
         """Remove what is on disk."""

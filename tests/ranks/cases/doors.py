@@ -18,7 +18,10 @@ import onecopy.deepspeed as deepspeed
 from tests.ranks import models
 from tests.ranks.oracle import call, every_plan, largest_gap, sgd
 
-__all__ = ["Door", "adamw", "beside_twin", "doors", "feed7", "full_weights", "json_config", "sgd1", "truth"]
+__all__ = [
+    "Door", "adamw", "beside_twin", "doors", "each_door", "feed7", "full_weights", "json_config", "offloaded", "sgd1",
+    "truth",
+]  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -62,6 +65,32 @@ def doors(world: int, **options: Any) -> dict[str, Door]:
     if "norm_type" not in options:  # the JSON has no key for it
         found |= {f"json {n}": Door(None, json_config(n, **options)) for n in range(4)}
     return found
+
+
+def offloaded(world: int, folder: str, **options: Any) -> dict[str, Door]:
+    """Stages 0 to 3 with states on the host, on disk in ``folder`` and partly on the device, in tiles of which a buffer has
+    several; 3 with its parameters there too; and by JSON what it can say. ``options`` as in :func:`doors`."""
+    found: dict[str, Door] = {}
+    options.setdefault("units", onecopy.Units(min_numel=0))
+    for number in range(4):
+        base = onecopy.stage(number, step=onecopy.StepPolicy(tile=2048), **options)
+        found[f"stage {number} host"] = Door(onecopy.offload(base))
+        found[f"stage {number} disk"] = Door(onecopy.offload(base, "disk", scratch=folder))
+        found[f"stage {number} half"] = Door(onecopy.offload(base, ratio=0.5))
+    found["stage 3 all host"] = Door(onecopy.offload(base, "host", "host"))
+    found["stage 3 all disk"] = Door(onecopy.offload(base, "disk", "disk", scratch=folder))
+    nvme, cpu = {"device": "nvme", "nvme_path": folder}, {"device": "cpu"}
+    plain = {key: value for key, value in options.items() if key != "units"}
+    for number in (1, 2, 3):
+        for name, section in {"host": cpu, "disk": nvme}.items():
+            found[f"json {number} {name}"] = Door(None, _with_zero(number, plain, offload_optimizer=section))
+    for name, section in {"host": cpu, "disk": nvme}.items():
+        found[f"json 3 all {name}"] = Door(None, _with_zero(3, plain, offload_optimizer=section, offload_param=section))
+    return found
+
+
+def _with_zero(number: int, options: dict[str, Any], **sections: Any) -> dict[str, Any]:
+    return json_config(number, **options) | {"zero_optimization": {"stage": number, **sections}}
 
 
 # ------------------------------------------------------------------------------------------------------ optimizers, data
@@ -139,8 +168,9 @@ def beside_twin(
     tolerance: float = 1e-6,
     after: Callable[[Any, nn.Module], None] | None = None,
     only: str = "",
+    through: Callable[..., dict[str, Door]] = doors,
 ) -> dict[str, float]:
-    """Train ``build()`` through every door: weights within ``tolerance`` of the twin's, norms within 1e-5 of them.
+    """Train ``build()`` through every door of ``through``: weights within ``tolerance`` of the twin's, norms within 1e-5.
 
     ``feed(count, rank)`` is what ``rank`` gets in micro-batch ``count``; ``after(engine, twin)`` is asked at the end.
     ``only``: ends of doors' names, with commas between. Returns the gap of each door.
@@ -150,7 +180,7 @@ def beside_twin(
     if norm_type != 2.0:
         options["norm_type"] = norm_type
     gaps: dict[str, float] = {}
-    for name, door in doors(world, **options).items():
+    for name, door in through(world, **options).items():
         if only and not name.endswith(tuple(only.split(","))):
             continue
         torch.manual_seed(0)
@@ -182,8 +212,8 @@ def full_weights(module: nn.Module) -> dict[str, Tensor]:
     return {name: onecopy.full_param(p).clone() for name, p in module.named_parameters()}
 
 
-def each_door(world: int, **options: Any) -> Iterator[tuple[str, Door]]:
-    """``doors(world, **options)``, each with the same seed."""
-    for name, door in doors(world, **options).items():
+def each_door(world: int, through: Callable[..., dict[str, Door]] = doors, **options: Any) -> Iterator[tuple[str, Door]]:
+    """``through(world, **options)``, each with the same seed."""
+    for name, door in through(world, **options).items():
         torch.manual_seed(0)
         yield name, door

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +15,7 @@ import onecopy
 import onecopy.deepspeed as deepspeed
 from onecopy.plan.plan import Batch
 from tests.ranks import models
-from tests.ranks.cases.doors import beside_twin, doors, full_weights, json_config, sgd1
+from tests.ranks.cases.doors import beside_twin, doors, full_weights, json_config, offloaded, sgd1
 from tests.ranks.cases.test_backward import INPUTS, Toy, expected_weight
 from tests.ranks.harness import run_ranks
 from tests.ranks.oracle import every_plan, sgd
@@ -231,6 +233,16 @@ def test_stages_agree_with_each_other_and_with_one_process(optimizer: Any, world
     only = "" if world == 2 else "stage 0,stage 1,2,3"
     runs = run_ranks(beside_twin, world, EightLayers, mlp_feed, timeout=120, only=only, **options)
     assert all(max(run.values()) <= 1e-6 for run in runs), runs
+
+
+@pytest.mark.parametrize(("optimizer", "only", "places"), [(sgd, "host", 9), (adamw, "", 22)], ids=["sgd", "adamw"])
+def test_offload_agrees_with_one_process(optimizer: Any, only: str, places: int, tmp_path: Path) -> None:
+    """The same run with the states on the host and on disk at every stage, by plan and by JSON (row 35)."""
+    options = {"accumulation": 2, "clip": 1.0, "steps": 20, "optimizer": optimizer, "only": only}
+    through = partial(offloaded, folder=str(tmp_path))
+    for run in run_ranks(beside_twin, 2, EightLayers, mlp_feed, timeout=120, through=through, **options):
+        assert len(run) == places and max(run.values()) <= 1e-6, run
+    assert not list(tmp_path.iterdir())
 
 
 def losses_of(rank: int, world: int) -> dict[str, tuple[list[float], list[float]]]:

@@ -60,16 +60,43 @@ def test_a_schedule_without_a_maximum_keeps_each_groups_rate(
 # ------------------------------------------------------------------------------------------------ settings for no stage
 
 
-@pytest.mark.parametrize("stage", range(4))
-@pytest.mark.parametrize(
-    "section", [{"offload_param": {"device": "cpu"}}, {"offload_optimizer": {"device": "cpu"}}, {"cpu_offload": True}]
-)
-def test_offload_is_never_ignored(stage: int, section: dict[str, Any]) -> None:
-    """A section for offload at a stage that cannot do it is an error that names the key (row 06)."""
-    (name,) = section
-    for extra in ({}, {"optimizer": FULL["optimizer"]}):
-        said = refusal(json_config(stage) | {"zero_optimization": {"stage": stage, **section}} | extra, world_size=1)
-        assert f"zero_optimization.{name}" in said
+OFFLOAD: dict[str, tuple[dict[str, Any], int]] = {
+    "offload_param.device": ({"offload_param": {"device": "cpu"}}, 3),
+    "cpu_offload_param": ({"cpu_offload_params": True}, 3),
+    "offload_optimizer.device": ({"offload_optimizer": {"device": "cpu"}}, 1),
+    "cpu_offload": ({"cpu_offload": True}, 1),
+}
+
+
+@pytest.mark.parametrize("name", OFFLOAD)
+def test_offload_is_never_ignored(name: str) -> None:
+    """A section for offload is honoured from one stage on; below it is an error that names the key, the stage that was
+    given and the one that would do it (row 06)."""
+    section, lowest = OFFLOAD[name]
+    for stage in range(4):
+        for extra in ({}, {"optimizer": FULL["optimizer"]}):
+            config = json_config(stage) | {"zero_optimization": {"stage": stage, **section}} | extra
+            if stage < lowest:
+                said = refusal(config, world_size=1)
+                assert f"zero_optimization.{name} is " in said and f"zero_optimization.stage is {stage}" in said
+                assert f"set stage to {lowest}" in said
+            else:
+                row = onecopy.load_config(config, world_size=1).row("x")
+                assert "host" in (row.optimizer.tier, row.parameter.rest.tier)
+
+
+def offloaded_nothing(rank: int, world: int) -> None:
+    config = json_config(2) | {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}
+    with pytest.raises(ConfigError, match=r"offload_optimizer\.device is 'cpu' and there is no optimizer"):
+        deepspeed.initialize(model=models.MLP(), config=config)
+    frozen: Any = models.MLP().requires_grad_(False)
+    deepspeed.initialize(model=frozen, config=config)[0].close()
+    deepspeed.initialize(model=models.MLP(), config=config, optimizer=sgd1)[0].close()
+
+
+def test_an_optimizer_that_is_not_there_is_not_offloaded() -> None:
+    """An offload section for the optimizer and no optimizer: an error that says so, unless nothing is trained (row 06)."""
+    run_ranks(offloaded_nothing, 2)
 
 
 @pytest.mark.parametrize("key", ["stage3_prefetch_bucket_size", "stage3_max_live_parameters", "mics_shard_size"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 import onecopy
 import onecopy.deepspeed as deepspeed
 from tests.ranks import models
-from tests.ranks.cases.doors import doors, each_door, feed7, full_weights, json_config
+from tests.ranks.cases.doors import doors, each_door, feed7, full_weights, json_config, offloaded
 from tests.ranks.harness import run_ranks
 from tests.ranks.oracle import largest_gap
 
@@ -57,7 +58,7 @@ def as_given(optimizer: torch.optim.Optimizer, options: list[dict[str, Any]]) ->
     )
 
 
-def grouped(rank: int, world: int, folder: str, options: list[dict[str, Any]], build: Any) -> None:
+def grouped(rank: int, world: int, folder: str, options: list[dict[str, Any]], build: Any, through: Any = doors) -> None:
     def make(model: nn.Module) -> torch.optim.Optimizer:
         return torch.optim.AdamW(in_groups(model, options))
 
@@ -70,7 +71,7 @@ def grouped(rank: int, world: int, folder: str, options: list[dict[str, Any]], b
             (twin(*feed7(count, other)) / world).backward()
         plain.step()
         plain.zero_grad()
-    for number, (name, door) in enumerate(each_door(world)):
+    for number, (name, door) in enumerate(each_door(world, through)):
         engine = None
         for part in (range(3), range(3, 5)):
             torch.manual_seed(0)
@@ -97,6 +98,11 @@ def grouped(rank: int, world: int, folder: str, options: list[dict[str, Any]], b
             else:
                 assert largest_gap(model, twin) <= 1e-6, name
             engine.close()
+
+
+def test_groups_keep_their_options_where_states_are_offloaded(tmp_path: Path) -> None:
+    """The same with the states on the host and on disk, by plan and by JSON (row 38)."""
+    run_ranks(grouped, 2, str(tmp_path), OPTIONS, WithStillBias, partial(offloaded, folder=str(tmp_path)), timeout=120)
 
 
 MORE = [{**OPTIONS[0], "eps": 1e-6}, *OPTIONS]

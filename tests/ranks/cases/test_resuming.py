@@ -100,7 +100,7 @@ def load_matrix(
 def test_every_stage_and_precision_resumes_every_other(tmp_path: Path, world: int, kinds: list[str]) -> None:
     """Saved at each stage in fp32 or bf16, loaded at each other: weights, moments and step counts are those
     of plain torch, which never stopped, in every cell; so are two more steps. Adds stage and precision changed at once,
-    and hybrid sharding; offload is for later. (row 53)"""
+    and hybrid sharding; offload is in ``../test_offload.py``. (row 53)"""
     run_ranks(save_matrix, world, str(tmp_path), kinds)
     for cells, wrong in run_ranks(load_matrix, world, str(tmp_path), kinds, truth_of(world, 4), timeout=120):
         assert cells == (len(kinds) * len(everywhere(world))) ** 2

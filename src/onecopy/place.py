@@ -1,0 +1,104 @@
+"""Where ``onecopy train`` keeps its states: the options of the command line as a change of the plan."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+from onecopy.errors import ConfigError
+from onecopy.plan.plan import Caps, Plan, Scratch
+from onecopy.plan.presets import low_precision, offload
+
+__all__ = ["STATES", "Place", "bytes_of"]
+
+STATES: dict[str, str | None] = {"fp32": None, "bf16": "bfloat16_sr", "int8": "int8", "int4": "int4"}
+_TIERS = ("host", "disk")
+_SIZE = re.compile(r"(\d+(?:\.\d+)?) ?([KMGT]?)(i?B|B?)", re.IGNORECASE)
+_POWERS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
+
+
+def bytes_of(option: str, text: str | None) -> int | None:
+    """The bytes that ``text`` says: ``512M``, ``1.5GiB`` (of 1024) or ``2GB`` (of 1000); None stays None.
+
+    Raises :class:`ConfigError` for anything else and for less than a byte.
+    """
+    if text is None:
+        return None
+    found = _SIZE.fullmatch(text.strip())
+    size = 0
+    if found is not None:
+        base = 1000 if found[3].upper() == "B" else 1024
+        size = math.floor(float(found[1]) * base ** _POWERS[found[2].upper()])
+    if size < 1:
+        raise ConfigError(f"{option} {text}: it is a number of bytes with a unit, such as 512M, 1.5GiB or 2GB")
+    return size
+
+
+@dataclass(frozen=True)
+class Place:
+    """Tiers of the optimizer's states and of the parameters, the format of the moments, and caps in bytes; None: none."""
+
+    optimizer: str | None = None
+    parameters: str | None = None
+    ratio: float | None = None
+    scratch: str | None = None
+    states: str = "fp32"
+    device_memory: int | None = None
+    host_memory: int | None = None
+
+    def decided_by_file(self) -> dict[str, tuple[Any, str]]:
+        """Options that a DeepSpeed JSON decides: their values, and the key that does it."""
+        optimizer, parameter = "zero_optimization.offload_optimizer", "zero_optimization.offload_param"
+        return {
+            "--offload": (self.optimizer, f"{optimizer}.device"),
+            "--offload-parameters": (self.parameters, f"{parameter}.device"),
+            "--offload-ratio": (self.ratio, f"{optimizer}.ratio"),
+            "--scratch": (self.scratch, f"{optimizer}.nvme_path and {parameter}.nvme_path"),
+        }
+
+    def apply(self, plan: Plan) -> Plan:
+        """``plan`` with its states there. Raises :class:`ConfigError` with everything that contradicts."""
+        problems = self._problems(plan)
+        if problems:
+            raise ConfigError("; ".join(problems))
+        if self.optimizer is not None or self.parameters is not None:
+            tiers: Any = {"optimizer": self.optimizer or "device", "parameter": self.parameters or "device"}
+            ratio = 1.0 if self.ratio is None else self.ratio
+            plan = offload(plan, **tiers, ratio=ratio, scratch=Scratch(self.scratch) if self.scratch else None)
+        codec = STATES[self.states]
+        if codec is not None:
+            plan = low_precision(plan, codec)
+        return plan.with_(caps=Caps(self.device_memory, self.host_memory))
+
+    def check_folder(self) -> None:
+        """Raise :class:`ConfigError` when the scratch folder is not there, as every rank would later."""
+        if self.scratch is not None and not Path(self.scratch).is_dir():
+            raise ConfigError(f"--scratch {self.scratch} is no folder; make it, on a disk of this host")
+
+    def _problems(self, plan: Plan) -> list[str]:
+        found = []
+        for option, tier in (("--offload", self.optimizer), ("--offload-parameters", self.parameters)):
+            if tier is not None and tier not in _TIERS:
+                found.append(f"{option} {tier}: it is host or disk")
+        if self.states not in STATES:
+            near = get_close_matches(self.states, STATES, n=1, cutoff=0.0)[0]
+            found.append(f"--states {self.states}: it is one of {', '.join(STATES)}; the nearest is {near}")
+        if any(rule.row.parameter.rest.replicated for rule in plan.rules) and self.parameters is not None:
+            found.append(
+                f"--offload-parameters {self.parameters} beside --stage 0, 1 or 2, which keep the parameters whole on every "
+                "rank: add --stage 3, or offload the optimizer alone"
+            )
+        if self.ratio is not None and not 0 <= self.ratio <= 1:
+            found.append(f"--offload-ratio {self.ratio}: it is a share from 0 to 1")
+        if self.ratio is not None and self.optimizer is None:
+            found.append(f"--offload-ratio {self.ratio} without --offload: add --offload host, or drop it")
+        on_disk = "disk" in (self.optimizer, self.parameters)
+        if on_disk and not self.scratch:
+            found.append("states on disk need --scratch FOLDER, on a disk of this host; states on the host need none")
+        if self.scratch is not None and not on_disk:
+            found.append(f"--scratch {self.scratch} and nothing on disk: add --offload disk, or drop it")
+        return found
