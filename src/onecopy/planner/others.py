@@ -29,8 +29,9 @@ def deepspeed_estimate(
     zero_init: bool = True,
     factor: float = _BUFFER,
 ) -> dict[str, float]:
-    """Bytes of ``{"gpu": ..., "host": ...}``, on a GPU and on a node of ``gpus``, as DeepSpeed's ``estimate_zero2_model_states
-    _mem_needs`` and ``estimate_zero3_...`` have them (``runtime/zero/stage_1_and_2.py`` and ``stage3.py``, release 0.19).
+    """``{"gpu": bytes, "host": bytes}``, on a GPU and on a node of ``gpus``, as DeepSpeed's
+    ``estimate_zero2_model_states_mem_needs`` and its like for stage 3 have them (``runtime/zero/stage_1_and_2.py`` and
+    ``stage3.py``, release 0.19).
 
     ``offload``: "none", "opt" or "opt+param"; ``zero_init``: the model is made under ``zero.Init``. Their bytes for each
     parameter are 2 in 16 bits and 16 for gradient, master and moments in fp32; ``largest_layer`` counts 4; ``factor``
@@ -62,8 +63,9 @@ def _zero3(params: int, layer: int, gpus: int, nodes: int, offload: str, init: b
 
 
 def rule_of_thumb(number: int, params: int, ranks: int) -> float | None:
-    """Bytes on a GPU by the rule that goes from hand to hand: 1.2 x (parameters + gradients + Adam states / N) at stage 2, 1.3
-    x (parameters + gradients + master + Adam states) / N at stage 3; None for others. 16-bit parameters and gradients."""
+    """Bytes on a GPU by the rule that goes from hand to hand: 1.2 x (parameters + gradients + Adam states / N) at stage 2,
+    1.3 x (parameters + gradients + master + Adam states) / N at stage 3; None for others. Parameters and gradients have 16
+    bits."""
     rules = {2: 1.2 * (4 + 8 / ranks), 3: 1.3 * 16 / ranks}
     return rules[number] * params if number in rules else None
 
@@ -79,6 +81,6 @@ def beside(choice: Choice, params: int, largest: int, cluster: Cluster) -> Itera
     offload = "opt+param" if choice.parameter != "device" else "opt" if choice.optimizer != "device" else "none"
     theirs = deepspeed_estimate(choice.number, params, largest, cluster.gpus, cluster.nodes, offload=offload)
     yield (
-        f"DeepSpeed's estimator: {human_gb(theirs['gpu'])} on a rank and {human_gb(theirs['host'])} of host memory on a node, "
-        f"{_BUFFER:g} times what it counts; it has no activations or buffers"
+        f"DeepSpeed's estimator: {human_gb(theirs['gpu'])} on a rank and {human_gb(theirs['host'])} of host memory on a "
+        f"node, {_BUFFER:g} times what it counts; it has no activations or buffers"
     )
