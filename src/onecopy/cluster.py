@@ -155,7 +155,7 @@ def gpu(name: str) -> Gpu:
     near = [other for other in known if other.split("-")[0] == key]
     if len(near) == 1:
         return GPUS[near[0]]
-    near = near or difflib.get_close_matches(key, known, 1, cutoff=0.5)
+    near = near or difflib.get_close_matches(key, [*{name.split("-")[0]: "" for name in known}, *known], 1, cutoff=0.5)
     hint = f"did you mean {' or '.join(near)}? " if near else ""
     raise ConfigError(f"GPU {name!r} is not known; {hint}Known are {', '.join(known)} and sizes of memory such as 24GB")
 

@@ -96,7 +96,11 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        # Kernels lay their output out by tokens, so that joining the heads after is no copy.
         out = query.new_empty((*query.shape[:-1], value.shape[-1]))
+        if out.dim() == 4:
+            batch, heads, tokens, width = out.shape
+            out = query.new_empty(batch, tokens, heads, width).transpose(1, 2)
         rows = torch.empty(query.shape[:-1], dtype=torch.float32, device=query.device)
         ctx.save_for_backward(query, key, value, out, rows)
         return out

@@ -84,6 +84,7 @@ def _trained(tensors: list[nn.Parameter], plan: Plan) -> list[States]:
 
 # Numbers alone
 
+_MOST_UNITS = 100_000
 # Blocks are multiples of this many elements where they are large, so that they divide evenly over any usual number of ranks
 # (2^n, and 3 or 5 or 15 times that): what is over is one unit's.
 _EVEN = (1 << 14) * 15
@@ -128,6 +129,11 @@ def facts_from_numbers(
     if heads is not None and hidden is not None and hidden % heads:
         raise PlanError(f"--hidden {hidden} is not a multiple of --heads {heads}")
     shape = _shape(params, layers, hidden, vocab, heads)
+    count = max(shape.layers, -(-params // largest_unit) if largest_unit else 1)
+    if count > _MOST_UNITS:
+        options = [f"--{name} {value}" for name, value in given.items() if value is not None]
+        said = ", ".join(options) or f"--largest-unit {largest_unit}"
+        raise PlanError(f"--params {params} with {said} would be {count:,} units; give numbers of a model that there is")
     first = largest_unit if largest_unit is not None else shape.vocab * shape.hidden
     if first > params:
         embeddings = f"--vocab {vocab} x --hidden {shape.hidden} = {first}"
@@ -137,7 +143,9 @@ def facts_from_numbers(
     if largest_unit is not None and rest:
         count = max(count, -(-rest // largest_unit))
     block = rest // count
-    block = block // _EVEN * _EVEN if block > 4 * _EVEN else block
+    even = block // _EVEN * _EVEN
+    if block > 4 * _EVEN and (largest_unit is None or rest - even * count <= largest_unit):
+        block = even
     sizes = [("embed", first + rest - block * count if first else rest - block * count)]
     if largest_unit is not None and sizes[0][1] > largest_unit:
         sizes = [("embed", first), ("rest", rest - block * count)]
