@@ -17,11 +17,13 @@ from onecopy.api import (
     set_full_param,
     set_full_state,
 )
+from onecopy.cluster import Cluster
 from onecopy.engine.deferred import deferred
 from onecopy.engine.engine import Engine
 from onecopy.plan.config import load_config
 from onecopy.plan.plan import Batch, Caps, Clip, LossScale, Plan, Precision, Rule, Scratch, StepPolicy, Units
 from onecopy.plan.presets import hsdp, infinity, low_precision, mics, offload, stage
+from onecopy.planner.public import search
 
 __version__ = "0.1.0"
 
@@ -29,6 +31,7 @@ __all__ = [
     "Batch",
     "Caps",
     "Clip",
+    "Cluster",
     "Engine",
     "LossScale",
     "Plan",
@@ -50,6 +53,7 @@ __all__ = [
     "low_precision",
     "mics",
     "offload",
+    "search",
     "set_full_grad",
     "set_full_param",
     "set_full_state",

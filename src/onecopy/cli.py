@@ -16,6 +16,8 @@ from onecopy import gpt
 from onecopy.errors import ConfigError, OneCopyError
 from onecopy.launch import Outcome, default_ranks, place, run_ranks
 from onecopy.place import STATES, Place, bytes_of
+from onecopy.planner.command import Asked, Machine, run_plan
+from onecopy.planner.command import Method as Planned
 from onecopy.report.doctor import count_of, examine, notes, table
 from onecopy.train import SAVE_EVERY, Method, Run, Settings, Task, show_report, what_is_kept
 from onecopy.train import train as run_training
@@ -145,6 +147,50 @@ def doctor(
     console.print(table(found))
     for note in notes(found):
         console.print(note, highlight=False)
+
+
+@app.command()
+def plan(
+    model: Annotated[str | None, typer.Argument(help="config.json, its folder, hub name, or module:function.")] = None,
+    params: Annotated[str | None, typer.Option(help="Number of parameters instead of a model: 7e9, 7B.")] = None,
+    largest_unit: Annotated[str | None, typer.Option(help="Parameters of the largest unit, with --params.")] = None,
+    layers: Annotated[int | None, typer.Option(help="With --params, as the next three (default: assumed)")] = None,
+    hidden: Annotated[int | None, typer.Option(help="Width of the layers.")] = None,
+    vocab: Annotated[int | None, typer.Option(help="Size of the vocabulary.")] = None,
+    heads: Annotated[int | None, typer.Option(help="Attention heads of a layer.")] = None,
+    gpu: Annotated[str | None, typer.Option(help="Kind, or memory as 24GB (default: a100-80g)")] = None,
+    gpus: Annotated[int | None, typer.Option(help="GPUs of a node.")] = None,
+    nodes: Annotated[int | None, typer.Option(help="Machines.")] = None,
+    ranks: Annotated[int | None, typer.Option(help="GPUs in all, instead of --gpus and --nodes (8 a node).")] = None,
+    host_memory: Annotated[str | None, typer.Option(help="Of a node: 128GB (default: not checked)")] = None,
+    nvme: Annotated[str | None, typer.Option(help="Disk of a node: 2TB (default: none)")] = None,
+    link: Annotated[float | None, typer.Option(help="GB/s from a node to the others.")] = None,
+    here: Annotated[bool, typer.Option("--here", help="This machine.")] = False,
+    config: Annotated[str | None, typer.Option(help="DeepSpeed JSON; excludes the options it decides.")] = None,
+    stage: Annotated[int | None, typer.Option(help="ZeRO stage, 0 to 3 (default: 2)")] = None,
+    offload: Annotated[str | None, typer.Option(help="Optimizer states on the host or on disk: host or disk.")] = None,
+    offload_parameters: Annotated[str | None, typer.Option(help="At stage 3, parameters there too: host or disk.")] = None,
+    states: Annotated[str, typer.Option(help=f"Format of the moments at rest: {', '.join(STATES)}.")] = "fp32",
+    dtype: Annotated[str | None, typer.Option(help="fp32, bf16 or fp16 (default: bf16)")] = None,
+    batch_size: Annotated[int | None, typer.Option(help="Sequences of a micro-batch on one rank (default: 1)")] = None,
+    accumulation: Annotated[int | None, typer.Option(help="Micro-batches per optimizer step (default: 1)")] = None,
+    seq: Annotated[int | None, typer.Option(help="Tokens of a sequence (default: 2048)")] = None,
+    recompute: Annotated[bool, typer.Option("--recompute", help="Recompute activations in backward.")] = False,
+    attention: Annotated[str, typer.Option(help="flash or eager.")] = "flash",
+    compare: Annotated[bool, typer.Option("--compare", help="Stages and offloads side by side.")] = False,
+    search: Annotated[bool, typer.Option("--search", help="The fastest plan that fits, and why.")] = False,
+    write: Annotated[Path | None, typer.Option(help="File for the plan that --search chose, as DeepSpeed JSON.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Say what a plan needs before it runs: memory, traffic, time, and whether it fits."""
+    machine = Machine(gpu, gpus, nodes, ranks, host_memory, nvme, link, here)
+    where = Place(offload, offload_parameters, states=states)
+    method = Planned(stage, where, config, dtype, batch_size, accumulation, seq, recompute, attention)
+    numbers = {"params": params, "largest_unit": largest_unit}
+    numbers |= {"layers": layers, "hidden": hidden, "vocab": vocab, "heads": heads}  # type: ignore[dict-item]
+    report = run_plan(Asked(machine, method, model, numbers, compare, search, write), Console(stderr=as_json))
+    if as_json:
+        typer.echo(json.dumps(report))
 
 
 def _summary(outcome: Outcome) -> dict[str, Any]:

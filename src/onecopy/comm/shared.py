@@ -27,11 +27,11 @@ import torch.distributed as dist
 from onecopy.comm.collectives import OVER_WIRE, Exchange, Message, Pending, Sent, sum_into
 from onecopy.comm.watch import patience, waiting
 from onecopy.errors import HangError
+from onecopy.schedule.messages import WORD
 
 __all__ = ["Shared", "Shelf", "open_shared", "open_shelf"]
 
 _FOLDER = Path("/dev/shm")
-_WORD = 8
 _ALIGN = 64
 # Cells in a shelf's head, and the seconds between looks at a peer's: ranks that compute leave the cores to those behind.
 _ARRIVED, _WRITTEN, _PID = 0, 1, 2
@@ -307,8 +307,8 @@ def open_shared(group: dist.ProcessGroup, sent: Sent, slot_bytes: int, slots: in
 
     ``slot_bytes``: the largest message. Collective over ``group``.
     """
-    slot_bytes = -(-slot_bytes // _WORD) * _WORD
-    head = -(-group.size() * (slots + 1) * _WORD // _ALIGN) * _ALIGN
+    slot_bytes = -(-slot_bytes // WORD) * WORD
+    head = -(-group.size() * (slots + 1) * WORD // _ALIGN) * _ALIGN
     maps = _map_all(group, head + slots * slot_bytes)
     if maps is None:
         return None

@@ -34,10 +34,11 @@ from onecopy.engine.weights import Source, Weights
 from onecopy.errors import EngineError, PlanError, RankMismatchError
 from onecopy.optim import Factory, Moments, States, Tiles, build, prefer_fused, probe
 from onecopy.plan.check import check
-from onecopy.plan.layout import UnitFact, itemsize
+from onecopy.plan.layout import UnitFact
 from onecopy.plan.plan import Plan, difference
 from onecopy.recipes import build_optimizer, build_scheduler
 from onecopy.schedule.lower import Buffer, Facts, Schedule, lower
+from onecopy.schedule.messages import message_slots, on_shelf
 from onecopy.schedule.predict import check_needs, moment_codecs, scratch_bytes, uses_disk
 from onecopy.tiers.disk import Disk
 from onecopy.tiers.memory import give_back_freed_memory, keep_freed_memory
@@ -371,44 +372,28 @@ def _make_edges(schedule: Schedule, ranks: Ranks, ledger: Ledger) -> tuple[Sched
 
 
 def _shared_edges(schedule: Schedule, ranks: Ranks, ledger: Ledger) -> tuple[Edges, int] | None:
-    """Edges through shared memory, and the bytes of their slots; None where ranks do not share any.
-
-    There are slots for the messages that are on their way at a time and one more, as ranks are not in step.
-    """
+    """Edges through shared memory, and the bytes of their slots; None where ranks do not share any."""
     if ranks.device.type != "cpu" or dist.get_backend(ranks.gather) != "gloo" or not schedule.buffers:
         return None
     assert ranks.gather is not None and ranks.reduce is not None
-    units, peers = schedule.plan.units, ranks.mesh.within - 1
-    shelved = tuple(buffer for buffer in schedule.buffers if _on_shelf(buffer))
+    shelved = tuple(buffer for buffer in schedule.buffers if on_shelf(buffer))
     shelf = open_shelf(ranks.gather, ledger.sent, [(b.layout.shard, getattr(torch, b.dtype)) for b in shelved])
     if shelf is None:
         return None
-    spread = piece = size = 0
-    for buffer in schedule.buffers:
-        elements, wire, kept = buffer.layout.shard, itemsize(buffer.reduce_codec), itemsize(buffer.accumulate_codec)
-        if buffer not in shelved:
-            spread = max(spread, elements * itemsize(buffer.dtype))
-        if buffer.trainable:
-            # What is reduced may be spread after, in the codec that sums are kept in.
-            piece = max(piece, elements * max(wire * peers, kept))
+    (spread, piece), size = message_slots(schedule), 0
     gather: Edge = Exchange(ranks.gather, ledger.sent)
     reduce: Edge = Exchange(ranks.reduce, ledger.sent)
-    if spread:
-        opened = open_shared(ranks.gather, ledger.sent, spread, min(units.prefetch + 2, len(schedule.buffers)))
+    if spread.size:
+        opened = open_shared(ranks.gather, ledger.sent, spread.size, spread.count)
         if opened is None:
             return None
         gather, size = opened, opened.bytes
-    if piece:
-        opened = open_shared(ranks.reduce, ledger.sent, piece, min(units.reduce_ahead + 2, len(schedule.buffers)))
+    if piece.size:
+        opened = open_shared(ranks.reduce, ledger.sent, piece.size, piece.count)
         if opened is None:
             return None
         reduce, size = opened, size + opened.bytes
     return Edges(gather, reduce, shelf if shelved else None, shelved), size
-
-
-def _on_shelf(buffer: Buffer) -> bool:
-    """Does the parameter rest in memory, cut, where the other ranks may read it?"""
-    return buffer.cut(buffer.row.parameter.rest) and buffer.row.parameter.rest.tier != "disk"
 
 
 def _engine_number() -> int:

@@ -7,7 +7,8 @@ takes it away changes what is live.
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 from zlib import crc32
 
@@ -17,10 +18,44 @@ from onecopy.plan.layout import Layout, Tier, itemsize
 from onecopy.schedule.lower import Buffer, Schedule
 from onecopy.schedule.ops import Event, Op
 
-__all__ = ["check_needs", "moment_codecs", "moved", "predict", "resident", "scratch_bytes", "traffic", "uses_disk"]
+__all__ = [
+    "Peak",
+    "Saved",
+    "check_needs",
+    "each_op",
+    "gradient_codec",
+    "link",
+    "moment_codecs",
+    "moved",
+    "peaks",
+    "predict",
+    "resident",
+    "scratch_bytes",
+    "traffic",
+    "uses_disk",
+]
 
 Bytes = dict[str, int]
 TIERS: tuple[Tier, ...] = ("device", "host", "disk")
+
+
+@dataclass(frozen=True)
+class Saved:
+    """Bytes of activations of a micro-batch, by unit: ``kept`` from the unit's forward to its backward, and ``again`` what
+    its backward computes once more and needs while it runs."""
+
+    kept: Mapping[str, int] = field(default_factory=dict)
+    again: Mapping[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Peak:
+    """The most that is live on one tier at a time, when that is, what is live then, and the most of each kind."""
+
+    total: int
+    at: str
+    then: Bytes
+    kinds: Bytes
 
 
 def resident(schedule: Schedule, piece: int) -> dict[Tier, Bytes]:
@@ -162,14 +197,14 @@ def gradient_codec(schedule: Schedule, buffer: Buffer) -> str:
 def traffic(schedule: Schedule) -> dict[str, dict[str, Any]]:
     """Collectives of one optimizer step by kind: how many, and what this rank sends."""
     total: dict[str, dict[str, Any]] = {}
-    for op, times in _each_op(schedule):
+    for op, times in each_op(schedule):
         _add(total, op, times)
     for op in schedule.vote:
         _add(total, op, 1)
     return total
 
 
-def _each_op(schedule: Schedule) -> Iterator[tuple[Op, int]]:
+def each_op(schedule: Schedule) -> Iterator[tuple[Op, int]]:
     """Every op of the units, and how often it runs in one optimizer step."""
     micro = schedule.plan.batch.accumulation
     repeats = {"pre_forward": micro, "pre_backward": micro, "grads_ready": micro - 1, "boundary": 1, "step": 1}
@@ -191,15 +226,24 @@ def predict(schedule: Schedule, piece: int = 0) -> dict[str, Any]:
     """``{"resident": {tier: {kind: bytes}}, "peak": {tier: {"total": bytes, kind: bytes}},
     "collectives": {kind: {"count", "elements", "bytes", "group"}}, "moved": {link: bytes}}`` for one rank and one optimizer
     step."""
-    at_rest = resident(schedule, piece)
-    walk = _Walk(schedule, at_rest)
-    walk.step()
-    peak = {
-        tier: {"total": walk.peak_total[tier], **{kind: size for kind, size in kinds.items() if size}}
-        for tier, kinds in walk.peak.items()
-        if tier in at_rest or walk.peak_total[tier]
+    found = peaks(schedule, piece)
+    return {
+        "resident": resident(schedule, piece),
+        "peak": {
+            tier: {"total": peak.total, **{kind: size for kind, size in peak.kinds.items() if size}}
+            for tier, peak in found.items()
+        },
+        "collectives": traffic(schedule),
+        "moved": moved(schedule, piece),
     }
-    return {"resident": at_rest, "peak": peak, "collectives": traffic(schedule), "moved": moved(schedule, piece)}
+
+
+def peaks(schedule: Schedule, piece: int = 0, saved: Saved = Saved()) -> dict[Tier, Peak]:
+    """The peak of every tier that is used in one optimizer step, with the activations ``saved``."""
+    at_rest = resident(schedule, piece)
+    walk = _Walk(schedule, at_rest, saved)
+    walk.step()
+    return {tier: peak for tier, peak in walk.peaks().items() if tier in at_rest or peak.total}
 
 
 def moved(schedule: Schedule, piece: int = 0) -> dict[str, int]:
@@ -207,7 +251,7 @@ def moved(schedule: Schedule, piece: int = 0) -> dict[str, int]:
     there is an accelerator), ``disk_read`` and ``disk_write`` with the padding of tiles. The first step reads no moments.
     """
     total: dict[str, int] = dict.fromkeys(LINKS, 0)
-    for op, times in _each_op(schedule):
+    for op, times in each_op(schedule):
         if op.kind in ("fetch", "evict"):
             total[link(op)] += op.bytes * times
     for buffer in schedule.buffers:
@@ -231,11 +275,13 @@ def link(op: Op) -> str:
 class _Walk:
     """One optimizer step, unit by unit, counting bytes."""
 
-    def __init__(self, schedule: Schedule, at_rest: dict[Tier, Bytes]) -> None:
+    def __init__(self, schedule: Schedule, at_rest: dict[Tier, Bytes], saved: Saved) -> None:
         self._schedule = schedule
+        self._saved = saved
+        self._now = "rest"
         self._live: dict[Tier, Bytes] = {tier: defaultdict(int) for tier in TIERS}
-        self.peak: dict[Tier, Bytes] = {tier: {} for tier in TIERS}
-        self.peak_total: dict[Tier, int] = dict.fromkeys(TIERS, 0)
+        self._kinds: dict[Tier, Bytes] = {tier: {} for tier in TIERS}
+        self._most: dict[Tier, tuple[int, str, Bytes]] = {tier: (0, "rest", {}) for tier in TIERS}
         for tier, kinds in at_rest.items():
             for kind, size in kinds.items():
                 self._count(kind, 0 if kind == "gradient" else size, tier)
@@ -249,10 +295,14 @@ class _Walk:
         self._flying: deque[str] = deque()
 
     def _count(self, kind: str, size: int, tier: Tier = "device") -> None:
-        live, peak = self._live[tier], self.peak[tier]
+        live, kinds = self._live[tier], self._kinds[tier]
         live[kind] += size
-        peak[kind] = max(peak.get(kind, 0), live[kind])
-        self.peak_total[tier] = max(self.peak_total[tier], sum(live.values()))
+        kinds[kind] = max(kinds.get(kind, 0), live[kind])
+        if (total := sum(live.values())) > self._most[tier][0]:
+            self._most[tier] = total, self._now, {kind: size for kind, size in live.items() if size}
+
+    def peaks(self) -> dict[Tier, Peak]:
+        return {tier: Peak(*self._most[tier], self._kinds[tier]) for tier in TIERS}
 
     def step(self) -> None:
         micro = self._schedule.plan.batch.accumulation
@@ -260,6 +310,7 @@ class _Walk:
             self._pass(self._units, "pre_forward", "post_forward")
             self._backward("boundary" if batch == micro - 1 else "grads_ready")
         for unit in self._units:
+            self._now = f"the step of {unit}"
             self._step_unit([buffer for buffer in self._schedule.of(unit) if buffer.trainable])
 
     # Parameters
@@ -292,9 +343,13 @@ class _Walk:
 
     def _pass(self, units: list[str], before: Event, after: Event) -> None:
         order = self._cut(units)
-        for at, unit in enumerate(order):
-            self._ahead(order, at, before)
-            if unit not in self._spans:
+        place = {unit: at for at, unit in enumerate(order)}
+        for unit in units:
+            self._now = f"the forward of {unit}"
+            if unit in place:
+                self._ahead(order, place[unit], before)
+            self._count("activations", self._saved.kept.get(unit, 0))
+            if unit in place and unit not in self._spans:
                 self._free(unit, after)
         for unit in order:
             self._free(unit, after)
@@ -307,10 +362,14 @@ class _Walk:
         cut = self._cut(order)
         late = [unit for unit in backward if unit in self._spans]
         for unit in order:
+            self._now = f"the backward of {unit}"
             if unit in cut:
                 self._ahead(cut, cut.index(unit), "pre_backward")
+            again = self._saved.again.get(unit, 0)
+            self._count("activations", again)
             if unit not in late:
                 self._ready(unit, event)
+            self._count("activations", -again - self._saved.kept.get(unit, 0))
         for unit in late:
             self._ready(unit, event)
         while self._flying:

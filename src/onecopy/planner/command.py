@@ -1,0 +1,259 @@
+"""The body of ``onecopy plan``: what the options say becomes a subject, a cluster and a plan."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from onecopy.cluster import Cluster, gpu, here, quantity
+from onecopy.errors import ConfigError
+from onecopy.place import Place
+from onecopy.plan.config import load_config
+from onecopy.plan.plan import Plan
+from onecopy.plan.presets import DTYPES, stage
+from onecopy.planner.activations import ATTENTION
+from onecopy.planner.estimate import Work
+from onecopy.planner.others import beside
+from onecopy.planner.report import human_gb, plan_report
+from onecopy.planner.search import SCRATCH, Choice, Found, Question, cheapest_change, compare, fastest
+from onecopy.planner.show import show_comparison, show_report
+from onecopy.planner.sources import activations_of, load_subject
+from onecopy.planner.subject import Subject, facts, facts_from_numbers
+from onecopy.planner.write import as_config, write_config
+
+__all__ = ["Asked", "Machine", "Method", "run_plan"]
+
+_NOWHERE = Place()
+# What a sequence is taken to be where only numbers are given.
+_SEQ = 2048
+
+
+@dataclass(frozen=True)
+class Machine:
+    """The options that describe the cluster; None: not given."""
+
+    gpu: str | None = None
+    gpus: int | None = None
+    nodes: int | None = None
+    ranks: int | None = None
+    host_memory: str | None = None
+    nvme: str | None = None
+    link: float | None = None
+    here: bool = False
+
+    def cluster(self) -> Cluster:
+        """The cluster meant. Raises :class:`ConfigError` for numbers that contradict each other."""
+        for name, value in (("--gpus", self.gpus), ("--nodes", self.nodes), ("--ranks", self.ranks), ("--link", self.link)):
+            if value is not None and not (math.isfinite(value) and value > 0):
+                raise ConfigError(f"{name} {value}: it is a number above 0")
+        base = here() if self.here else Cluster()
+        changes: dict[str, Any] = {"gpu": gpu(self.gpu)} if self.gpu is not None else {}
+        changes["gpus"], changes["nodes"] = self._place(base)
+        if self.host_memory is not None:
+            changes["host_memory"] = quantity(self.host_memory, "--host-memory", size=True)
+        if self.nvme is not None:
+            changes["nvme"] = quantity(self.nvme, "--nvme", size=True)
+        if self.link is not None:
+            changes["network"] = self.link * 1e9
+        cluster = replace(base, **changes)
+        if cluster.gpu.shared and cluster.host_memory is not None:
+            cluster = replace(cluster, gpu=replace(cluster.gpu, memory=cluster.host_memory // cluster.gpus))
+        return cluster
+
+    def _place(self, base: Cluster) -> tuple[int, int]:
+        """Ranks of a node, and nodes."""
+        gpus, nodes, ranks = self.gpus, self.nodes, self.ranks
+        if ranks is None:
+            return gpus or base.gpus, nodes or 1
+        if gpus is None:
+            gpus = -(-ranks // nodes) if nodes else min(ranks, 8)
+        nodes = nodes or -(-ranks // gpus)
+        if gpus * nodes != ranks:
+            raise ConfigError(f"--ranks {ranks} is not {nodes} nodes of {gpus} GPUs = {gpus * nodes}; give both of those")
+        return gpus, nodes
+
+
+@dataclass(frozen=True)
+class Method:
+    """The options that describe the plan and the work; None: not given."""
+
+    stage: int | None = None
+    place: Place = _NOWHERE
+    config: str | None = None
+    dtype: str | None = None
+    batch_size: int | None = None
+    accumulation: int | None = None
+    seq: int | None = None
+    recompute: bool = False
+    attention: str = "flash"
+
+    def plan(self, cluster: Cluster) -> Plan:
+        """The plan meant. Raises :class:`ConfigError` when a file and an option say the same thing."""
+        self._check()
+        if self.config is not None:
+            decided = {f"--{name}": getattr(self, name) for name in ("stage", "dtype", "accumulation")}
+            decided |= {option: value for option, (value, _) in self.place.decided_by_file().items()}
+            for option, value in decided.items():
+                if value is not None:
+                    raise ConfigError(f"{option} {value} beside --config {self.config}: the file decides; drop one")
+            plan = load_config(self.config, world_size=cluster.ranks)
+            if self.batch_size is not None and (micro := plan.batch.micro) is not None:
+                raise ConfigError(f"--batch-size {self.batch_size} beside --config {self.config}: the file says {micro}")
+            return self.place.apply(plan)
+        plan = stage(2 if self.stage is None else self.stage, dtype=self.dtype or "bf16", accumulation=self.accumulation or 1)
+        disk = "disk" in (self.place.optimizer, self.place.parameters)
+        return replace(self.place, scratch=SCRATCH if disk else None).apply(plan)
+
+    def _check(self) -> None:
+        for name, value, legal in (
+            ("dtype", self.dtype, tuple(DTYPES)),
+            ("attention", self.attention, ATTENTION),
+        ):
+            if value is not None and value not in legal:
+                raise ConfigError(f"--{name} {value}: it is one of {', '.join(legal)}")
+        for name in ("batch_size", "accumulation", "seq"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"--{name.replace('_', '-')} {value}: it is a whole number from 1")
+
+    def work(self, plan: Plan) -> Work:
+        """What a rank computes."""
+        batch = self.batch_size or plan.batch.micro or 1
+        return Work(batch, self.seq or _SEQ, self.recompute, self.attention)
+
+
+@dataclass(frozen=True)
+class Asked:
+    """Everything that was asked: ``model`` or ``numbers``, and what to do with it."""
+
+    machine: Machine
+    method: Method
+    model: str | None = None
+    numbers: dict[str, Any] | None = None
+    compare: bool = False
+    search: bool = False
+    write: Path | None = None
+
+    def subject(self) -> Subject:
+        """What is planned for."""
+        numbers: dict[str, Any] = {name: value for name, value in (self.numbers or {}).items() if value is not None}
+        if self.model is not None:
+            if numbers:
+                name = next(iter(numbers)).replace("_", "-")
+                raise ConfigError(f"--{name} beside the model {self.model!r}: give one of them")
+            return load_subject(self.model, self.method.attention)
+        if "params" not in numbers:
+            raise ConfigError("nothing to plan for: name a model (config.json, folder, module:function) or give --params 7e9")
+        for name in {"params", "largest_unit"} & set(numbers):
+            numbers[name] = quantity(numbers[name], f"--{name.replace('_', '-')}")
+        return facts_from_numbers(**numbers)
+
+
+def run_plan(asked: Asked, console: Console) -> dict[str, Any]:
+    """Do what was asked, show it on ``console``, and return it as the JSON object that ``docs/planner.md`` describes."""
+    if asked.write is not None and not asked.search:
+        raise ConfigError(f"--write {asked.write} without --search: there is no chosen plan to write")
+    if asked.compare and asked.search:
+        raise ConfigError("--compare and --search were both given; the search says what it chose among")
+    cluster = asked.machine.cluster()
+    plan = asked.method.plan(cluster)
+    subject, work = asked.subject(), asked.method.work(plan)
+    activations, said = activations_of(subject, plan, work)
+    question = Question(subject, cluster, plan, work, activations)
+    if asked.compare:
+        return _compare(question, said, console)
+    chosen: list[str] = []
+    if asked.search:
+        found, chosen = fastest(question, asked.method.batch_size)
+        plan, work = found.choice.plan(plan), found.choice.work(work)
+        if asked.write is not None:
+            write_config(asked.write, as_config(found.choice, question.base, chosen))
+            chosen = [*chosen, f"written to {asked.write}"]
+    report = {
+        "model": {"name": subject.name, "parameters": subject.parameters, "units": len(subject.units(plan))},
+        "cluster": _cluster(cluster),
+        "plan": _plan(plan, work),
+        **plan_report(facts(subject, plan, cluster.ranks), plan, cluster, work, activations, subject.shape),
+    }
+    largest = max(sum(param.numel for param in unit.params) for unit in subject.units(plan))
+    report["others"] = list(beside(Choice.of(plan, work), subject.parameters, largest, cluster))
+    report["assumptions"] = [*said, *_assumed(asked), *report["assumptions"]]
+    if chosen:
+        report["chosen"] = chosen
+    if not report["fits"] and (change := cheapest_change(question, Choice.of(plan, work))) is not None:
+        text = f"{change[0]}: {human_gb(change[1].costs.peak['device'].total)} on a rank"
+        report["change"] = {"text": text, **_found(change[1])}
+    elif not report["fits"]:
+        report["change"] = None
+    show_report(report, console)
+    return report
+
+
+def _assumed(asked: Asked) -> Iterator[str]:
+    if asked.method.seq is None:
+        yield f"sequences of {_SEQ} tokens (--seq)"
+    if asked.machine.gpu is None and not asked.machine.here:
+        yield "GPUs are a100-80g (--gpu)"
+
+
+def _compare(question: Question, said: list[str], console: Console) -> dict[str, Any]:
+    found = list(compare(question))
+    show_comparison(found, question.cluster.gpu.memory, console)
+    for line in said:
+        console.print(f"[dim]assumed: {line}[/dim]", highlight=False)
+    return {"cluster": _cluster(question.cluster), "variants": [_found(one) for one in found], "assumptions": said}
+
+
+def _found(found: Found) -> dict[str, Any]:
+    choice, peaks = found.choice, found.costs.peak
+    return {
+        "plan": str(choice),
+        "stage": choice.number,
+        "optimizer": choice.optimizer,
+        "parameter": choice.parameter,
+        "moments": choice.moments,
+        "recompute": choice.recompute,
+        "batch_size": choice.batch,
+        "per_rank": {tier: {**found.costs.at_rest.get(tier, {}), "peak": peak.total} for tier, peak in peaks.items()},
+        "tokens_per_second": found.speed,
+        "fits": found.costs.fits,
+        "lacks": dict(found.costs.over),
+    }
+
+
+def _cluster(cluster: Cluster) -> dict[str, Any]:
+    host = f", {human_gb(cluster.host_memory)} of host memory" if cluster.host_memory is not None else ""
+    disk = f", {human_gb(cluster.nvme)} of disk" if cluster.nvme is not None else ""
+    nodes = f"{cluster.nodes} nodes of " if cluster.nodes > 1 else ""
+    return {
+        "text": f"{nodes}{cluster.gpus} x {cluster.gpu.name} ({human_gb(cluster.gpu.memory)}){host}{disk}",
+        "gpu": cluster.gpu.name,
+        "gpus": cluster.gpus,
+        "nodes": cluster.nodes,
+        "ranks": cluster.ranks,
+        "device_memory": cluster.gpu.memory,
+        "host_memory": cluster.host_memory,
+        "nvme": cluster.nvme,
+    }
+
+
+def _plan(plan: Plan, work: Work) -> dict[str, Any]:
+    choice = Choice.of(plan, work)
+    dtype = plan.precision.dtype or "float32"
+    return {
+        "text": f"{choice} of {work.seq} tokens, {dtype}, accumulation {plan.batch.accumulation}",
+        "stage": choice.number,
+        "optimizer": choice.optimizer,
+        "parameter": choice.parameter,
+        "moments": choice.moments,
+        "recompute": work.recompute,
+        "batch_size": work.batch,
+        "seq": work.seq,
+        "dtype": dtype,
+        "accumulation": plan.batch.accumulation,
+    }

@@ -1,0 +1,182 @@
+"""``onecopy plan``: what it prints, its JSON, and one clear line for bad input."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import onecopy
+from onecopy import cli, gpt
+from onecopy.plan.config import load_config
+from onecopy.planner.activations import trace
+from onecopy.planner.sources import guess_inputs
+from onecopy.planner.subject import facts_from_model
+
+pytestmark = pytest.mark.pure
+
+
+class Cli:
+    """``onecopy plan ARGS`` in this process."""
+
+    def __init__(self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+        self._capsys, self._monkeypatch = capsys, monkeypatch
+
+    def __call__(self, *args: str) -> tuple[int, str, str]:
+        """(exit code, stdout, stderr)."""
+        self._monkeypatch.setattr("sys.argv", ["onecopy", "plan", *args])
+        with pytest.raises(SystemExit) as end:
+            cli.main()
+        shown = self._capsys.readouterr()
+        return int(end.value.code or 0), shown.out, shown.err
+
+    def json(self, *args: str) -> dict[str, Any]:
+        code, out, _ = self(*args, "--json")
+        assert code == 0
+        found: dict[str, Any] = json.loads(out)
+        return found
+
+
+@pytest.fixture
+def plan(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Cli:
+    return Cli(capsys, monkeypatch)
+
+
+def integers(found: Any) -> bool:
+    if isinstance(found, dict):
+        return all(integers(value) for key, value in found.items() if key != "group")
+    return isinstance(found, int) and not isinstance(found, bool)
+
+
+def test_the_json_has_its_schema(plan: Cli) -> None:
+    found = plan.json("--params", "7.5e9", "--ranks", "64", "--stage", "1", "--dtype", "bf16")
+    assert set(found) == {
+        "model", "cluster", "plan", "per_rank", "peak", "per_node", "traffic", "time", "fits", "why", "others", "assumptions"
+    }  # fmt: skip
+    device = found["per_rank"]["device"]
+    assert sum(device[kind] for kind in ("parameter", "gradient", "master", "moments")) == 31_406_250_000
+    assert set(found["per_node"]) == {"host", "disk"}
+    assert set(found["traffic"]) == {"intra_node", "inter_node", "pcie", "disk_read", "disk_write", "collectives"}
+    assert integers(found["per_rank"]) and integers(found["per_node"]) and integers(found["traffic"])
+    assert set(found["time"]) == {
+        "compute", "communication", "exposed", "offload", "offload_exposed", "optimizer", "step", "tokens_per_second"
+    }  # fmt: skip
+    assert found["fits"] is True and found["why"][0].startswith("device: fits")
+
+
+def test_what_is_shown(plan: Cli) -> None:
+    code, out, err = plan("--params", "7B", "--gpus", "4", "--gpu", "24GB", "--host-memory", "128GB")
+    assert code == 0 and not err
+    for words in ("does not fit by", "It would fit with", "optimizer step", "assumed: ", "DeepSpeed's estimator"):
+        assert words in " ".join(out.split())
+    code, out, err = plan("--params", "7B", "--gpus", "4", "--gpu", "24GB", "--host-memory", "128GB", "--json")
+    assert code == 0 and json.loads(out)["change"]["fits"] and "does not fit by" in " ".join(err.split())
+
+
+def test_compare(plan: Cli) -> None:
+    found = plan.json("--params", "1B", "--gpus", "2", "--gpu", "24GB", "--nvme", "2TB", "--compare")
+    places = {(one["stage"], one["optimizer"], one["parameter"]) for one in found["variants"]}
+    assert {(number, "device", "device") for number in range(4)} <= places
+    assert {(3, "disk", "disk"), (2, "host", "device"), (3, "host", "host")} <= places
+    code, out, _ = plan("--params", "1B", "--gpus", "2", "--gpu", "24GB", "--compare")
+    assert code == 0 and "█" in out
+
+
+def test_search_writes_a_configuration_that_is_read(plan: Cli, tmp_path: Path) -> None:
+    file = tmp_path / "ds.json"
+    args = ("--params", "7B", "--gpus", "4", "--gpu", "24GB", "--host-memory", "128GB")
+    found = plan.json(*args, "--search", "--write", str(file))
+    assert found["fits"] and len(found["chosen"]) >= 3
+    written = load_config(file, world_size=4)
+    assert written.batch.micro == found["plan"]["batch_size"]
+    again = plan.json(*args, "--config", str(file), *(["--recompute"] if found["plan"]["recompute"] else []))
+    assert again["per_rank"] == found["per_rank"] and again["traffic"] == found["traffic"]
+
+
+MODULE = """
+from torch import nn
+from onecopy import gpt
+def tiny():
+    return gpt.GPT(gpt.config("tiny"))
+def pair():
+    return nn.Linear(4, 4), lambda batch, seq: {"input": __import__("torch").empty(batch, 4, device="meta")}
+def broken():
+    raise RuntimeError("no weights here")
+def number():
+    return 7
+"""
+
+
+@pytest.fixture
+def builders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    (tmp_path / "builders_of_models.py").write_text(MODULE)
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    monkeypatch.delitem(sys.modules, "builders_of_models", raising=False)
+    return "builders_of_models"
+
+
+def test_a_function_that_builds_a_model(plan: Cli, builders: str) -> None:
+    found = plan.json(f"{builders}:tiny", "--seq", "64", "--gpus", "2")
+    with torch.device("meta"):
+        model = gpt.GPT(gpt.config("tiny"))
+    subject = facts_from_model(model, inputs=guess_inputs(model))
+    assert found["model"]["parameters"] == subject.parameters == gpt.config("tiny").parameters
+    traced = trace(subject, onecopy.stage(2, dtype="bf16"), 64)
+    assert found["per_rank"]["device"]["activations"] == sum(traced.kept.values())
+    assert plan.json(f"{builders}:pair", "--gpus", "2")["model"]["parameters"] == 20
+
+
+BAD = {
+    "nothing": ([], "nothing to plan for"),
+    "gpu": (["--params", "7B", "--gpu", "h10O"], "GPU 'h10O' is not known; did you mean h100?"),
+    "params": (["--params", "-5"], "--params -5: it is 1 or more"),
+    "word": (["--params", "many"], "--params 'many' is not a number"),
+    "gpus": (["--params", "7B", "--gpus", "0"], "--gpus 0"),
+    "ranks": (["--params", "7B", "--ranks", "12", "--gpus", "8"], "--ranks 12 is not 2 nodes of 8 GPUs"),
+    "memory": (["--params", "7B", "--host-memory", "lots"], "--host-memory 'lots' is not a size"),
+    "stage": (["--params", "7B", "--stage", "5"], "stage 5 does not exist"),
+    "dtype": (["--params", "7B", "--dtype", "fp8"], "--dtype fp8: it is one of fp32, bf16, fp16"),
+    "attention": (["--params", "7B", "--attention", "fast"], "--attention fast: it is one of flash, eager"),
+    "seq": (["--params", "7B", "--seq", "0"], "--seq 0"),
+    "offload": (["--params", "7B", "--offload", "cpu"], "--offload cpu: it is host or disk"),
+    "write": (["--params", "7B", "--write", "x"], "--write x without --search"),
+    "both": (["--params", "7B", "--search", "--compare"], "--compare and --search"),
+    "model and numbers": (["a:b", "--params", "7B"], "--params beside the model 'a:b'"),
+    "module": (["nowhere:model"], "model nowhere:model cannot be imported"),
+    "file": (["nowhere.json"], "'nowhere.json' cannot be read"),
+    "config": (["--params", "7B", "--config", "nowhere.json"], "nowhere.json"),
+    "config beside": (["--params", "7B", "--config", "x.json", "--stage", "2"], "--stage 2 beside --config x.json"),
+    "link": (["--params", "7B", "--link", "0"], "--link 0"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input_is_one_line(plan: Cli, case: str) -> None:
+    args, says = BAD[case]
+    code, out, err = plan(*args)
+    assert code == 2 and not out
+    assert says in err and err.startswith("error: ") and err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("broken", "cannot be built on the meta device: no weights here"),
+        ("number", "returned int"),
+        ("x", "cannot be imported"),
+    ],
+)
+def test_a_function_that_builds_no_model(plan: Cli, builders: str, name: str, says: str) -> None:
+    code, _, err = plan(f"{builders}:{name}")
+    assert code == 2 and says in err and err.count("\n") == 1
+
+
+def test_a_configuration_of_another_kind(plan: Cli, tmp_path: Path) -> None:
+    file = tmp_path / "ds.json"
+    file.write_text('{"zero_optimization": {"stage": 2}}')
+    code, _, err = plan(str(file))
+    assert code == 2 and "it is a DeepSpeed configuration, which --config takes" in err
