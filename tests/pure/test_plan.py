@@ -165,7 +165,9 @@ def with_moments(moments: Layout) -> Plan:
         (with_row(gradient=CUT), "gradient over the ranks of a group, optimizer over nobody"),
         (with_row(held=CUT, gradient=CUT, optimizer=CUT), "held more finely"),
         (with_row(optimizer=Layout(shards=("across",))), "is cut over"),
-        (with_row(optimizer=Layout(tier="hots")), "'hots'; tiers are 'device', 'host' and 'disk'"),  # type: ignore[arg-type]
+        (with_row(optimizer=Layout(tier="hots")), "'hots'; did you mean 'host'"),
+        (offload(stage(2), "cpu"), "'cpu'; did you mean 'host'"),  # type: ignore[arg-type]
+        (offload(stage(3), "nvme", scratch="/tmp"), "'nvme'; did you mean 'disk'"),  # type: ignore[arg-type]  # type: ignore[arg-type]
         (with_row(optimizer=Layout(tier="disk")), r"names no folder for it; give scratch=onecopy.Scratch\(folder\)"),
         (with_row(optimizer=Layout(grain="row")), "grain"),
         (offload(stage(2), "host", "host"), "parameter '.*' rests on tier 'host' and is not sharded"),

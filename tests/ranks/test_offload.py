@@ -497,3 +497,10 @@ def on_meta(rank: int, world: int, folder: str) -> list[str]:
 
 def test_states_of_a_model_on_the_meta_device(tmp_path: Path) -> None:
     assert run_ranks(on_meta, 2, str(tmp_path)) == [[]] * 2
+
+
+def test_a_ratio_that_whole_units_cannot_make_is_said() -> None:
+    plan = onecopy.offload(onecopy.stage(2), ratio=0.5)
+    with pytest.warns(UserWarning, match="ratio 0.5 asked for, and 100% of the elements are stepped off the device"):
+        engine = onecopy.initialize(stack(), plan, optimizer=adamw)
+    engine.close()

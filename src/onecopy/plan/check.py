@@ -71,7 +71,11 @@ def _check_row(name: str, row: Row) -> None:
         if frozenset(layout.shards) not in _DEGREE:
             raise PlanError(f"{state} of {name!r} is cut over {layout.shards}; legal: (), ('within',), all axes")
         if layout.tier not in get_args(Tier):
-            raise PlanError(f"{state} of {name!r} is on tier {layout.tier!r}; tiers are 'device', 'host' and 'disk'")
+            near = {"cpu": "host", "nvme": "disk", "gpu": "device", "cuda": "device"}.get(layout.tier)
+            near = near or get_close_matches(layout.tier, get_args(Tier), n=1, cutoff=0.0)[0]
+            raise PlanError(
+                f"{state} of {name!r} is on tier {layout.tier!r}; did you mean {near!r}? Tiers are 'device', 'host' and 'disk'"
+            )
         if layout.grain != "element":
             raise PlanError(f"{state} of {name!r} has grain {layout.grain!r}; this version cuts at 'element' only")
         if layout.codec is not None and state not in _CODECS:
@@ -128,8 +132,8 @@ def _check_tiers(name: str, row: Row) -> None:
         )
     if optimizer.codec is not None and (rest.tier == "disk" or optimizer.tier != rest.tier):
         raise PlanError(
-            f"{name!r} has no master beside its parameter (codec {optimizer.codec!r}), so it is stepped where that rests, "
-            f"which is {rest.tier!r}, and not on {optimizer.tier!r}; put both on 'device' or both on 'host'"
+            f"{name!r} has no master beside its parameter (codec {optimizer.codec!r}), so it is stepped where that rests: "
+            f"put both on 'device' or both on 'host'; the parameter is on {rest.tier!r}, the optimizer on {optimizer.tier!r}"
         )
 
 
