@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import warnings
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
@@ -310,6 +311,7 @@ def _off_device(plan: Plan) -> bool:
 def _make_tiers(schedule: Schedule, ranks: Ranks, engine: int, ledger: Ledger) -> Tiers:
     """The memory of this engine, after asking whether its caps can hold."""
     plan, scratch = schedule.plan, schedule.plan.scratch
+    _warn_of_ratio(schedule)
     check_needs(schedule, ranks.piece)
     disk = None
     if scratch is not None and uses_disk(schedule):
@@ -320,6 +322,19 @@ def _make_tiers(schedule: Schedule, ranks: Ranks, engine: int, ledger: Ledger) -
     if disk is not None:
         tiers.host.count("staging", scratch_bytes(schedule))
     return tiers
+
+
+def _warn_of_ratio(schedule: Schedule) -> None:
+    """Units are whole: say so where that makes another share than the one asked for."""
+    ratio, trained = schedule.plan.step.ratio, [buffer for buffer in schedule.buffers if buffer.trainable]
+    total = sum(buffer.layout.numel for buffer in trained)
+    away = sum(buffer.layout.numel for buffer in trained if buffer.row.optimizer.tier != "device")
+    if 0 < ratio < 1 and total and abs(away / total - ratio) > 0.2:
+        warnings.warn(
+            f"ratio {ratio:g} asked for, and {away / total:.0%} of the elements are stepped off the device: units are whole, "
+            f"and the model has {len(schedule.facts.units)}; smaller ones come from units=onecopy.Units(min_numel=...)",
+            stacklevel=2,
+        )
 
 
 def _hold_moments(runs: list[UnitRun], schedule: Schedule, tiers: Tiers) -> dict[Weights, Moments]:

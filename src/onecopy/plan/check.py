@@ -74,7 +74,8 @@ def _check_row(name: str, row: Row) -> None:
             near = {"cpu": "host", "nvme": "disk", "gpu": "device", "cuda": "device"}.get(layout.tier)
             near = near or get_close_matches(layout.tier, get_args(Tier), n=1, cutoff=0.0)[0]
             raise PlanError(
-                f"{state} of {name!r} is on tier {layout.tier!r}; did you mean {near!r}? Tiers are 'device', 'host' and 'disk'"
+                f"{state} of {name!r} is on tier {layout.tier!r}; did you mean {near!r}? Tiers are 'device', 'host' and "
+                "'disk'"
             )
         if layout.grain != "element":
             raise PlanError(f"{state} of {name!r} has grain {layout.grain!r}; this version cuts at 'element' only")
