@@ -87,6 +87,25 @@ def peak() -> int:
     return int(found[1]) * 1024
 
 
+class Others:
+    """Processor time that other programs took since the object was made, in seconds (Linux). ``own``: the process ids of
+    the benchmark itself. Counted in ticks of the system, usually 0.01 s."""
+
+    def __init__(self, *own: int) -> None:
+        self._own = own
+        self._tick = os.sysconf("SC_CLK_TCK")
+        self._began = self._now()
+
+    def _now(self) -> float:
+        user, nice, system, _idle, _waiting, irq, soft, steal, *_ = map(int, Path("/proc/stat").read_text().split()[1:11])
+        stats = (Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split() for process in self._own)
+        own = sum(int(stat[11]) + int(stat[12]) for stat in stats)
+        return (user + nice + system + irq + soft + steal - own) / self._tick
+
+    def taken(self) -> float:
+        return self._now() - self._began
+
+
 class AllocatorPeak:
     """Bytes handed out by torch's CPU allocator, read from the profiler's memory events.
 

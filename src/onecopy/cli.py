@@ -18,6 +18,7 @@ from onecopy.launch import Outcome, default_ranks, place, run_ranks
 from onecopy.place import STATES, Place, bytes_of
 from onecopy.planner.command import Asked, Machine, run_plan
 from onecopy.planner.command import Method as Planned
+from onecopy.report.doctor import count_of, examine, notes, table
 from onecopy.train import SAVE_EVERY, Method, Run, Settings, Task, show_report, what_is_kept
 from onecopy.train import train as run_training
 
@@ -172,6 +173,24 @@ def plan(
     report = run_plan(Asked(machine, method, model, numbers, compare, search, write), Console(stderr=as_json))
     if as_json:
         typer.echo(json.dumps(report))
+
+
+@app.command()
+def doctor(
+    memory: Annotated[bool, typer.Option("--memory", help="Measure memory (the default without --disk).")] = False,
+    disk: Annotated[Path | None, typer.Option(help="Measure the disk of this folder, with 512 MiB in it.")] = None,
+    params: Annotated[str, typer.Option(help="Parameters of the model whose optimizer step is estimated.")] = "7B",
+    as_json: Json = False,
+) -> None:
+    """Measure memory and disk, and say what an optimizer step with its states there costs."""
+    found = examine(count_of(params), memory or disk is None, disk)
+    if as_json:
+        typer.echo(json.dumps(found))
+        return
+    console = Console()
+    console.print(table(found))
+    for note in notes(found):
+        console.print(note, highlight=False)
 
 
 def _summary(outcome: Outcome) -> dict[str, Any]:

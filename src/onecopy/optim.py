@@ -301,6 +301,8 @@ class Tiles:
         for states in begins.values():
             self.store(states)
         self._stepping = False
+        # So that a GradScaler, which finds no gradients here, comes as far as this hook.
+        optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]
         optimizer.register_step_pre_hook(_only_by_the_engine(weakref.ref(self)))
         if moments:
             optimizer.register_state_dict_pre_hook(_incomplete)
@@ -331,17 +333,23 @@ class Tiles:
                 if used[piece.home.slot]:
                     piece.param.grad = gradient[piece.start : piece.stop]
                     shown[piece.group].append(piece.param)
-        if not any(shown):
-            return
+        # Those stepped before and those not, apart: torch's fused SGD takes tensors all of one kind.
+        known = [[param for param in params if self._has_state(param)] for params in shown]
+        new = [[param for param in params if not self._has_state(param)] for params in shown]
         self._stepping = True
         try:
-            with _showing(self.optimizer, shown):
-                self.optimizer.step()
+            for kind in (known, new):
+                if any(kind):
+                    with _showing(self.optimizer, kind):
+                        self.optimizer.step()
         finally:
             self._stepping = False
         for params in shown:
             for param in params:
                 param.grad = None
+
+    def _has_state(self, param: nn.Parameter) -> bool:
+        return any(value is not None for value in self.optimizer.state.get(param, {}).values())
 
     def _attach(self, borrowed: Borrowed) -> None:
         """Lay the borrowed values under the tensors that the optimizer knows."""
@@ -429,7 +437,10 @@ def _only_by_the_engine(tiles: weakref.ref[Tiles]) -> Callable[..., None]:
     def refuse(*_: Any) -> None:
         owner = tiles()
         if owner is not None and not owner.stepping:
-            raise EngineError("optimizer.step() was called by hand; call engine.step(), which steps it at the boundary")
+            raise EngineError(
+                "optimizer.step() was called by hand or by a GradScaler; call engine.step(), which does it at the boundary. "
+                "In float16 the engine scales the loss itself: onecopy.stage(..., dtype='fp16') in the place of a GradScaler"
+            )
 
     return refuse
 

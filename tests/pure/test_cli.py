@@ -16,6 +16,7 @@ import onecopy
 from onecopy import cli, launch, train
 from onecopy.errors import ConfigError, EngineError
 from onecopy.place import Place, bytes_of
+from onecopy.report import doctor as report_doctor
 from onecopy.report.measure import compare_table, human_bytes, human_count, lines, plan_table
 
 pytestmark = pytest.mark.pure
@@ -68,6 +69,8 @@ BAD = {
     "script": (["launch", "nowhere.py"], "'nowhere.py' does not exist"),
     "hostfile": (["launch", "--hostfile", "nowhere", __file__], "'nowhere' does not exist"),
     "node rank": (["launch", "--node_rank", "1", __file__], "--node_rank 1 without --hostfile"),
+    "doctor's count": (["doctor", "--params", "7X"], "--params 7X: it is a number of parameters such as 350M, 7B or 7e9"),
+    "doctor's disk": (["doctor", "--disk", "nowhere"], "nowhere is no folder"),
     "port": (["launch", "--master_port", "70000", __file__], "--master_port 70000"),
 }
 
@@ -287,3 +290,43 @@ def test_tables_set_measured_beside_predicted() -> None:
     assert "8.00 KiB" in text and "12.00 KiB" in text and "+50.00%" in text and "1,024" in text
     text = shown(plan_table(LEDGER))
     assert "8.00 KiB" in text and "measured" not in text
+
+
+def doctor(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *args: str) -> tuple[int, str, str]:
+    monkeypatch.setattr("onecopy.report.doctor.COPIED", 1 << 20)
+    monkeypatch.setattr("onecopy.report.doctor.WRITTEN", 1 << 20)
+    return run(capsys, monkeypatch, "doctor", *args)
+
+
+def test_doctor_measures_what_it_is_asked_to(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code, out, _ = doctor(capsys, monkeypatch, "--disk", str(tmp_path), "--memory", "--params", "2B", "--json")
+    found = json.loads(out)
+    assert code == 0 and found["params"] == 2_000_000_000
+    assert set(found["memory"]) == {"1", str(torch.get_num_threads())}
+    assert found["disk"]["path"] == str(tmp_path) and found["disk"]["written"] > 0 and found["disk"]["read"] > 0
+    host, disk = found["step"]["host"], found["step"]["disk"]
+    assert host["seconds"] == pytest.approx(28 * 2e9 / (max(found["memory"].values()) * report_doctor.HOST_FRACTION))
+    assert disk["seconds"] == pytest.approx(12 * 2e9 / found["disk"]["written"] + 12 * 2e9 / found["disk"]["read"])
+    assert all(cost["mparams"] == pytest.approx(2e3 / cost["seconds"]) for cost in (host, disk))
+    assert not list(tmp_path.iterdir())
+    only_disk = json.loads(doctor(capsys, monkeypatch, "--disk", str(tmp_path), "--json")[1])
+    assert only_disk["memory"] is None and set(only_disk["step"]) == {"disk"}
+    only_memory = json.loads(doctor(capsys, monkeypatch, "--json")[1])
+    assert only_memory["disk"] is None and set(only_memory["step"]) == {"host"} and only_memory["params"] == 7 * 10**9
+
+
+def test_doctor_for_people(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    code, out, _ = doctor(capsys, monkeypatch, "--disk", str(tmp_path), "--memory", "--params", "350M")
+    assert code == 0
+    for words in ("memory copied, 1 thread (read + written)", "350.0M parameters, states on host", "states on disk", "28 B"):
+        assert words in out
+
+
+def test_doctor_by_arithmetic() -> None:
+    assert report_doctor.host_step(10**9, 28e9 / report_doctor.HOST_FRACTION) == report_doctor.Cost(1.0, 1000.0)
+    assert report_doctor.disk_step(10**9, 12e9, 4e9) == report_doctor.Cost(4.0, 250.0)
+    for text, count in {"7B": 7 * 10**9, "350m": 35 * 10**7, "1.5b": 15 * 10**8, "7e9": 7 * 10**9, "1_000": 1000}.items():
+        assert report_doctor.count_of(text) == count

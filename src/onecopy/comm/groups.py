@@ -16,7 +16,7 @@ from onecopy.comm import watch
 from onecopy.errors import EngineError, HangError
 from onecopy.plan.layout import Mesh
 
-__all__ = ["Ranks", "control", "ensure_process_group", "everybody", "form_groups", "world_size"]
+__all__ = ["Ranks", "control", "ensure_process_group", "everybody", "form_groups", "local_rank", "world_size"]
 
 _LAUNCH = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -51,6 +51,11 @@ def ensure_process_group(device: torch.device) -> None:
     else:
         dist.init_process_group(dist.get_default_backend_for_device(device), device_id=device, **how)
     _started.append(dist.group.WORLD)
+
+
+def local_rank() -> int:
+    """This process's number on its machine: ``LOCAL_RANK``, 0 when it is not set."""
+    return _number("LOCAL_RANK", 0) if "LOCAL_RANK" in os.environ else 0
 
 
 def _number(name: str, low: int, high: int | None = None) -> int:

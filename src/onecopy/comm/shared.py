@@ -40,9 +40,11 @@ _FIRST_PAUSE, _LAST_PAUSE = 2e-5, 1e-3
 
 @dataclass(frozen=True)
 class Arena:
-    """One rank's memory: ``read[sender * slots + slot]`` numbers of messages this rank has read, then the slots."""
+    """One rank's memory: ``read[sender * slots + slot]`` numbers of messages this rank has read, ``wired[sender]`` how many
+    it has received over the wire, then the slots."""
 
     read: memoryview
+    wired: memoryview
     slots: tuple[torch.Tensor, ...]
 
 
@@ -62,6 +64,10 @@ class Shared:
         self.bytes = sum(slot.numel() for slot in arenas[self._index].slots)
         self._last = [0] * self._slots
         self._count = 0
+        # What went over the wire and not every peer has yet: a rank that is ahead does not wait for those behind, which
+        # may be waiting for what it sends next.
+        self._outgoing: list[tuple[list[dist.Work], list[torch.Tensor]]] = []
+        self._wired = 0
 
     def gather(self, full: torch.Tensor, shard: torch.Tensor, message: Message) -> Pending:
         """See :class:`~onecopy.comm.collectives.Edge`."""
@@ -76,13 +82,11 @@ class Shared:
         slot = self._claim()
         if slot is not None:
             self._view(self._index, slot, 0, own).copy_(own)
-        works, sends, tokens = self._announce(slot, tag, dict.fromkeys(self._peers, own))
+        works, tokens = self._announce(slot, tag, dict.fromkeys(self._peers, own))
 
         def finish() -> None:
             for peer, token in tokens.items():
                 self._take(peer, token, tag, pieces[peer], 0)
-            for send in sends:
-                send.wait()
 
         return Pending(works, message, finish, keep=(full, shard))
 
@@ -97,7 +101,7 @@ class Shared:
         if slot is not None:
             for peer in self._peers:
                 self._view(self._index, slot, self._place(self._index, peer), pieces[peer]).copy_(pieces[peer])
-        works, sends, tokens = self._announce(slot, tag, {peer: pieces[peer] for peer in self._peers})
+        works, tokens = self._announce(slot, tag, {peer: pieces[peer] for peer in self._peers})
 
         def finish() -> None:
             own = pieces[self._index]
@@ -106,14 +110,12 @@ class Shared:
                 slot, _ = token.tolist()
                 if slot < 0:
                     terms[peer] = torch.empty_like(own)
-                    self._group.recv([terms[peer]], peer, tag | OVER_WIRE).wait()
+                    self._receive(peer, tag, terms[peer])
                 else:
                     terms[peer] = self._view(peer, slot, self._place(peer, self._index), own)
             sum_into(out, [terms[rank] for rank in range(len(terms))], add)
             for peer, token in tokens.items():
                 self._mark_read(peer, token)
-            for send in sends:
-                send.wait()
 
         return Pending(works, message, finish, keep=(full, out, tokens))
 
@@ -146,25 +148,37 @@ class Shared:
 
     def _announce(
         self, slot: int | None, tag: int, data: dict[int, torch.Tensor]
-    ) -> tuple[list[dist.Work], list[dist.Work], dict[int, torch.Tensor]]:
+    ) -> tuple[list[dist.Work], dict[int, torch.Tensor]]:
         """Tell the peers where the message is, and listen for theirs.
 
-        Returns the tokens under way, the data under way (to be waited for only when the peers' data has been asked for,
-        or two ranks would wait for each other), and where the peers' tokens arrive.
+        Returns the tokens under way and where the peers' tokens arrive.
         """
         token = torch.tensor([-1, 0] if slot is None else [slot, self._last[slot]], device="cpu")
         works = [self._group.send([token], peer, tag) for peer in self._peers]
-        sends = []
         if slot is None:
-            sends = [self._group.send([piece], peer, tag | OVER_WIRE) for peer, piece in data.items()]
+            self._send(tag, data)
         tokens = {peer: torch.empty(2, dtype=torch.int64, device="cpu") for peer in self._peers}
         works += [self._group.recv([tokens[peer]], peer, tag) for peer in self._peers]
-        return works, sends, tokens
+        return works, tokens
+
+    def _send(self, tag: int, data: dict[int, torch.Tensor]) -> None:
+        """Send copies over the wire, kept until every peer says that it has them."""
+        if all(self._arenas[peer].wired[self._index] == self._wired for peer in self._peers):
+            self._outgoing.clear()  # they may take what was sent in another order, so only all of it is known to be there
+        copies = {piece.data_ptr(): piece.clone() for piece in data.values()}
+        kept = [copies[piece.data_ptr()] for piece in data.values()]
+        works = [self._group.send([copy], peer, tag | OVER_WIRE) for peer, copy in zip(data, kept, strict=True)]
+        self._wired += 1
+        self._outgoing.append((works, kept))
+
+    def _receive(self, peer: int, tag: int, into: torch.Tensor) -> None:
+        self._group.recv([into], peer, tag | OVER_WIRE).wait()
+        self._arenas[self._index].wired[peer] += 1
 
     def _take(self, peer: int, token: torch.Tensor, tag: int, into: torch.Tensor, place: int) -> None:
         slot, _ = token.tolist()
         if slot < 0:
-            self._group.recv([into], peer, tag | OVER_WIRE).wait()
+            self._receive(peer, tag, into)
             return
         into.copy_(self._view(peer, slot, place, into))
         self._mark_read(peer, token)
@@ -294,11 +308,11 @@ def open_shared(group: dist.ProcessGroup, sent: Sent, slot_bytes: int, slots: in
     ``slot_bytes``: the largest message. Collective over ``group``.
     """
     slot_bytes = -(-slot_bytes // WORD) * WORD
-    head = -(-group.size() * slots * WORD // _ALIGN) * _ALIGN
+    head = -(-group.size() * (slots + 1) * WORD // _ALIGN) * _ALIGN
     maps = _map_all(group, head + slots * slot_bytes)
     if maps is None:
         return None
-    return Shared(group, sent, [_arena(found, head, slot_bytes, slots) for found in maps])
+    return Shared(group, sent, [_arena(found, head, slot_bytes, group.size()) for found in maps])
 
 
 def _map_all(group: dist.ProcessGroup, size: int) -> list[mmap.mmap] | None:
@@ -349,7 +363,9 @@ def _map(name: str | None, size: int) -> mmap.mmap | None:
         os.close(descriptor)
 
 
-def _arena(mapped: mmap.mmap, head: int, slot_bytes: int, slots: int) -> Arena:
+def _arena(mapped: mmap.mmap, head: int, slot_bytes: int, ranks: int) -> Arena:
     whole = torch.frombuffer(mapped, dtype=torch.uint8)
+    slots = (whole.numel() - head) // slot_bytes
     cut = tuple(whole[head + slot * slot_bytes : head + (slot + 1) * slot_bytes] for slot in range(slots))
-    return Arena(memoryview(mapped)[:head].cast("q"), cut)
+    numbers = memoryview(mapped)[:head].cast("q")
+    return Arena(numbers[: ranks * slots], numbers[ranks * slots : ranks * (slots + 1)], cut)

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from onecopy.comm import watch
+from onecopy.comm.groups import local_rank
 from onecopy.errors import ConfigError, EngineError
 
 __all__ = ["get_local_rank", "init_distributed", "launched_ranks"]
@@ -85,7 +86,7 @@ def _default_backend() -> str:
 
 def get_local_rank() -> int:
     """This process's number on its machine: LOCAL_RANK, 0 when it is not set."""
-    return int(os.environ.get("LOCAL_RANK", "0"))
+    return local_rank()
 
 
 def __getattr__(name: str) -> Any:

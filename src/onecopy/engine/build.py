@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import itertools
-import os
+import math
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,7 +18,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from onecopy.comm import meeting, watch
 from onecopy.comm.collectives import Edge, Exchange, Message, edge_for
-from onecopy.comm.groups import Ranks, control, ensure_process_group, everybody, form_groups, world_size
+from onecopy.comm.groups import Ranks, control, ensure_process_group, everybody, form_groups, local_rank, world_size
 from onecopy.comm.shared import Shelf, open_shared, open_shelf
 from onecopy.engine.deferred import Materialise, whole_values
 from onecopy.engine.gathering import Gathering, Others
@@ -30,7 +31,7 @@ from onecopy.engine.run import Run, UnitRun
 from onecopy.engine.step import Stepper
 from onecopy.engine.unit import UnitModules, find_units, named_parameters
 from onecopy.engine.weights import Source, Weights
-from onecopy.errors import PlanError, RankMismatchError
+from onecopy.errors import EngineError, PlanError, RankMismatchError
 from onecopy.optim import Factory, Moments, States, Tiles, build, prefer_fused, probe
 from onecopy.plan.check import check
 from onecopy.plan.layout import UnitFact
@@ -76,7 +77,9 @@ def default_device() -> torch.device:
     if torch.accelerator.is_available():
         kind = torch.accelerator.current_accelerator()
         assert kind is not None
-        index = int(os.environ.get("LOCAL_RANK", "0"))
+        index, count = local_rank(), torch.accelerator.device_count()
+        if index >= count:
+            raise EngineError(f"LOCAL_RANK is {index} and there are {count} devices here; start at most {count} ranks")
         torch.accelerator.set_device_index(index)
         return torch.device(kind.type, index)
     return torch.device("cpu")
@@ -104,8 +107,9 @@ def build_core(
     meeting.all_or_none(lambda: _refuse_renorm(model))
     _agree(plan, facts, world)
     made = meeting.all_or_none(lambda: _make_optimizer(model, plan, optimizer, facts))
-    _same_everywhere({"optimizer": _describe_optimizer(made)}, world)
+    _same_everywhere(_describe_optimizer(made), world)
     moments = meeting.all_or_none(lambda: _moments_of(made, plan, device, names))
+    ticker = meeting.all_or_none(lambda: _make_scheduler(made, scheduler, plan))
     facts = facts if made is not None else tuple(_forward_only(unit) for unit in facts)
     mesh, ledger = plan.mesh(world), Ledger()
     ranks = form_groups(mesh, device)
@@ -132,11 +136,10 @@ def build_core(
     rounds = Rounds(run, gathering, plan.units.reduce_ahead)
     hooks = Hooks(model, run, gathering, rounds, dtype if plan.precision.cast_inputs else None)
 
-    tiles = stepper = ticker = None
+    tiles = stepper = None
     if made is not None:
         tiles = Tiles(made, [weights for unit in runs for weights in unit.weights if weights.spec.trainable], away)
         stepper = Stepper(run, tiles, ranks, edge_for(control(use=1), ledger.sent), tiers, plan.clip)
-        ticker = _make_scheduler(made, scheduler, plan)
     core = Core(plan, schedule, ranks, tiers, ledger, run, gathering, rounds, hooks, made, ticker, tiles, stepper, names)
     for weights in (weights for unit in runs for weights in unit.weights):
         weights.core = weakref.ref(core)
@@ -176,15 +179,16 @@ def _same_everywhere(mine: dict[str, str], world: int) -> None:
     raise RankMismatchError("ranks hold the model's parameters in different orders; give every rank the same model")
 
 
-def _describe_optimizer(optimizer: Optimizer | None) -> str:
-    """The optimizer's class and the options of its groups."""
+def _describe_optimizer(optimizer: Optimizer | None) -> dict[str, str]:
+    """The optimizer's class and the options of its groups, each by itself."""
     if optimizer is None:
-        return "none"
-    groups = [
-        {**{key: value for key, value in group.items() if key != "params"}, "tensors": len(group["params"])}
-        for group in optimizer.param_groups
-    ]
-    return f"{type(optimizer).__name__} with {groups}"
+        return {"optimizer": "none"}
+    told = {"optimizer": type(optimizer).__name__, "number of optimizer groups": str(len(optimizer.param_groups))}
+    for index, group in enumerate(optimizer.param_groups):
+        told[f"number of tensors in optimizer group {index}"] = str(len(group["params"]))
+        options = {key: value for key, value in group.items() if key != "params"}
+        told |= {f"optimizer's {key!r} in group {index}": repr(value) for key, value in options.items()}
+    return told
 
 
 def _refuse_shared_storage(names: dict[nn.Parameter, list[str]]) -> None:
@@ -238,22 +242,41 @@ def _make_optimizer(
         if optimizer is not None and not isinstance(optimizer, Optimizer):
             raise PlanError("an optimizer was given but no parameter of the model requires a gradient")
         return None
-    if optimizer is not None:
-        return build(optimizer, model)
-    if plan.optimizer is not None:
-        recipe = plan.optimizer
-        return build(lambda params: build_optimizer(recipe, params), model)
-    return None
+    if optimizer is None and plan.optimizer is not None:
+        optimizer = partial(build_optimizer, plan.optimizer)
+    if optimizer is None:
+        return None
+    made = build(optimizer, model)
+    for index, group in enumerate(made.param_groups):
+        for key, value in group.items():
+            if isinstance(value, float) and (math.isnan(value) or (key == "lr" and math.isinf(value))):
+                raise PlanError(f"{key!r} is {value} in group {index} of {type(made).__name__}; it must be a finite number")
+    return made
 
 
-def _make_scheduler(optimizer: Optimizer, scheduler: LRScheduler | SchedulerFactory | None, plan: Plan) -> LRScheduler | None:
-    if scheduler is None and plan.scheduler is not None:
-        return build_scheduler(plan.scheduler, optimizer)
-    if isinstance(scheduler, ReduceLROnPlateau):
+def _make_scheduler(
+    optimizer: Optimizer | None, scheduler: LRScheduler | SchedulerFactory | None, plan: Plan
+) -> LRScheduler | None:
+    if optimizer is None:
+        if scheduler is not None:
+            raise PlanError("a scheduler was given and there is no optimizer for it; give initialize both, or neither")
+        return None
+    if scheduler is None:
+        return build_scheduler(plan.scheduler, optimizer) if plan.scheduler is not None else None
+    given = hasattr(scheduler, "step") and not isinstance(scheduler, type)
+    made: Any = scheduler if given else scheduler(optimizer)  # type: ignore[operator]
+    if isinstance(made, ReduceLROnPlateau):
         raise PlanError("ReduceLROnPlateau wants a metric at every step: do not pass it, call its step(metric) yourself")
-    if scheduler is None or hasattr(scheduler, "step"):
-        return scheduler  # type: ignore[return-value]
-    return scheduler(optimizer)
+    if not hasattr(made, "step"):
+        raise PlanError(f"the scheduler function returned {type(made).__name__}, which has no step()")
+    over = getattr(made, "optimizer", optimizer)
+    if over is not optimizer and getattr(over, "optimizer", None) is not optimizer:
+        raise PlanError(
+            f"the scheduler {type(made).__name__} is over another optimizer ({type(over).__name__}) than the one that is "
+            f"trained with ({type(optimizer).__name__}), whose rate would never move; give initialize the optimizer that the "
+            "scheduler was made for, or a function that makes a scheduler"
+        )
+    return made  # type: ignore[no-any-return]
 
 
 # Construction
@@ -391,7 +414,7 @@ def _make_units(
     place = {buffer: index for index, buffer in enumerate(schedule.buffers)}
     runs = []
     for unit in units:
-        run = UnitRun(unit.name, unit.entries)
+        run = UnitRun(unit.name, unit.entries, spans=unit.spans)
         for buffer in schedule.of(unit.name):
             params = [by_name[slot.param.name] for slot in buffer.layout.slots]
             index = place[buffer]

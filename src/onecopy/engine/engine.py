@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -17,11 +17,13 @@ from onecopy.checkpoint.load import Loaded, load
 from onecopy.checkpoint.save import save
 from onecopy.checkpoint.whole import full_state_dict
 from onecopy.comm import assembly, watch
+from onecopy.engine.agreement import look
 from onecopy.engine.build import Core
 from onecopy.engine.hooks import scaled_loss
 from onecopy.engine.parameter import home_of
 from onecopy.engine.precision import LossScaler
 from onecopy.engine.step import raise_at_floor
+from onecopy.engine.ticking import Ticks
 from onecopy.engine.uneven import Shares, uneven
 from onecopy.errors import EngineError
 from onecopy.plan.plan import Plan
@@ -45,7 +47,8 @@ class Engine(nn.Module):
     global_steps    windows that were completed, skipped ones included
     skipped_steps   windows whose gradients were not finite: no weight, moment or schedule moved
     micro_steps     ``step()`` calls
-    grad_norm       global norm of the last window's gradients before clipping; None before the first
+    grad_norm       global norm of the last window's gradients before clipping by the plan, after what the loop did to
+                    ``p.grad`` by hand; None before the first
     ==============  ==================================================================================
     """
 
@@ -53,6 +56,7 @@ class Engine(nn.Module):
         super().__init__()
         self.module = module
         self._core = core
+        self._ticks = Ticks()
         self._scaler = LossScaler(core.plan.precision.loss_scale)
         self.global_steps = 0
         self.skipped_steps = 0
@@ -218,6 +222,14 @@ class Engine(nn.Module):
         backward pass and its step it warns: :meth:`discard_gradients` is what drops them."""
         self._core.rounds.warn_of_zeroing()
 
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """As for any module, whose names begin with ``module.`` here; the bare names of the model will do as well."""
+        known = {name for name, _ in (*self.module.named_parameters(), *self.module.named_buffers())}
+        own = any(name.startswith("module.") and name.removeprefix("module.") in known for name in state_dict)
+        if not own and not known.isdisjoint(state_dict):
+            return self.module.load_state_dict(state_dict, strict, assign)
+        return super().load_state_dict(state_dict, strict, assign)
+
     def _optimizer(self) -> Optimizer:
         self._check_open()
         if self._core.optimizer is None:
@@ -261,28 +273,21 @@ class Engine(nn.Module):
         core, stepper = self._core, self._core.stepper
         assert stepper is not None
         core.gathering.release_all()
-        written = []
-        for unit in core.run.units:
-            for weights in unit.weights:
-                if weights.notice_writes():
-                    written.append(weights.spec.name)
-                if thawed := weights.unfrozen():
-                    raise EngineError(
-                        f"parameter {thawed[0]!r} was frozen when the engine was made and requires gradients now; close "
-                        "the engine and initialize again to train it"
-                    )
         self._refuse_strangers()
         gradient = {memory.tier: memory.live["gradient"] for memory in core.tiers.all}
         # Gradients are too large by the loss scale, and too small where ranks had no data.
         scale = self._scaler.scale / self._shares.take()
-        state = [core.tiles.options() if core.tiles is not None else [], written]
+        state = look(core.run.units, core.tiles.options() if core.tiles is not None else [], stepper.edits)
         verdict = stepper.agree(scale, core.rounds.late(), state)
         if any(verdict.late):
             core.rounds.send_late(verdict.late)
             verdict = stepper.agree(scale, core.rounds.late(), state)
         if verdict.empty:
+            what = "after every p.grad was set to None" if stepper.edits else "without a backward pass on any rank"
             stepper.discard()
-            raise EngineError("step() without a backward pass on any rank since the last step: nothing to step with")
+            raise EngineError(
+                f"step() {what} since the last step: nothing to step with; engine.discard_gradients() skips a window"
+            )
         if not verdict.finite and self._scaler.at_floor:
             raise_at_floor(self._scaler, self.global_steps, core.rounds.suspects.names, core.hooks.outputs_finite())
         self.global_steps += 1
@@ -291,7 +296,7 @@ class Engine(nn.Module):
         if verdict.finite:
             stepper.apply(verdict, scale)
             if core.scheduler is not None:
-                core.scheduler.step()
+                self._ticks.tick(core.scheduler)
         else:
             self.skipped_steps += 1
             stepper.discard()

@@ -6,6 +6,7 @@ import weakref
 from dataclasses import dataclass
 
 import torch
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 from onecopy.comm import assembly
 from onecopy.engine.ledger import Ledger
@@ -102,6 +103,14 @@ class Gathering:
             unit.uses = unit.expected_uses
         self.end()
 
+    def attend_backward(self) -> None:
+        """The other ranks run a backward pass that this one has no data for: units that span it are needed first there and
+        reduced last, so their gathers go out before any other is waited for."""
+        self.begin(backward=True)
+        for unit in self._units:
+            if unit.spans and not unit.present and self._run.ops(unit, "pre_backward", "gather"):
+                self._start(unit)
+
     def end(self) -> None:
         """The pass is over: whatever is still gathered goes, and the order it took is remembered."""
         order = list(dict.fromkeys(self._trail))
@@ -130,6 +139,9 @@ class Gathering:
         """``unit`` is about to be read: its parameters are there when this returns."""
         if unit.present:
             return
+        if torch._C._functorch.peek_interpreter_stack() is not None:
+            with temporarily_clear_interpreter_stack():  # the parameters are no part of what is transformed
+                return self.use(unit)
         wanted = [] if unit in self._flying else [unit]
         self._trail.append(unit)
         coming = unit

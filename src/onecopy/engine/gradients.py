@@ -16,11 +16,12 @@ __all__ = ["Gradients", "Marks"]
 
 class Marks:
     """By slot: got a gradient in the open window (``used``), has one in the fill buffer (``filled``), got one in the
-    pass that is running (``arrived``)."""
+    pass that is running (``arrived``). ``cleared``: names of parameters whose gradient was set to None since."""
 
-    __slots__ = ("arrived", "filled", "used")
+    __slots__ = ("arrived", "cleared", "filled", "used")
 
     def __init__(self, slots: int) -> None:
+        self.cleared: set[str] = set()
         self.used, self.filled, self.arrived = [False] * slots, [False] * slots, [False] * slots
 
 
@@ -104,6 +105,8 @@ class Gradients:
         assert self.fill is not None
         view = self._buffers[self.fill.dtype][1][at]
         self.marks.used[at] = True
+        if self.marks.cleared:
+            self.marks.cleared.discard(self.spec.layout.slots[at].param.name)
         if self.marks.filled[at]:
             view.add_(gradient, alpha=scale)
             return
@@ -124,6 +127,20 @@ class Gradients:
                 self.fill[slot.start : slot.stop].zero_()
                 self.marks.filled[at] = True
         self.fill[self.spec.layout.numel :].zero_()
+
+    def clear(self, at: int) -> None:
+        """The parameter in slot ``at`` has no gradient in this window, as far as it is summed."""
+        assert self.total is not None
+        slot, low = self.spec.layout.slots[at], 0
+        if self.total.numel() < self.spec.layout.padded:
+            low = self.piece * self.spec.layout.shard
+        part = slot.local(low, low + self.total.numel())
+        if part is not None:
+            self.total[part[0] - low : part[1] - low].zero_()
+        if self.filling and self.fill is not None:  # what came late
+            self.fill[slot.start : slot.stop].zero_()
+        self.marks.used[at] = False
+        self.marks.cleared.add(slot.param.name)
 
     def not_finite(self) -> list[str]:
         """Names of the parameters whose gradient in the fill buffer is not finite."""
@@ -227,6 +244,7 @@ class Gradients:
         if self.fill is not None:
             self._release_fill()
         self.marks.used = [False] * len(self.marks.used)
+        self.marks.cleared.clear()
 
     # Details
 

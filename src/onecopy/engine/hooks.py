@@ -46,6 +46,29 @@ def _quiet(function: _F) -> _F:
     return function
 
 
+def _no_hook(*_: Any, **__: Any) -> None:
+    """What the copies and pickles of a model have in the place of the engine's hooks."""
+
+
+class _ModuleHook:
+    """A hook on a module of this model, and on no copy of it."""
+
+    __slots__ = ("_call",)
+
+    def __init__(self, call: Callable[..., Any]) -> None:
+        self._call = call
+
+    def __call__(self, *args: Any) -> Any:
+        return self._call(*args)
+
+    def __reduce__(self) -> Any:
+        return _reduced, ()
+
+
+def _reduced() -> Callable[..., None]:
+    return _no_hook
+
+
 # What the loss that is running backward was multiplied with, by the engine whose ``backward`` runs.
 _loss_factor: list[float] = []
 
@@ -102,15 +125,15 @@ class Hooks:
     def _attach_root(self, root: nn.Module) -> None:
         @_quiet
         def enter(module: nn.Module, args: Any, kwargs: Any) -> Any:
-            # A deep copy of the model carries these hooks along; they are for the model they were made for.
+            # A shallow copy of the model carries these hooks along; they are for the model they were made for.
             return self._enter_root(args, kwargs) if module is root else None
 
         @_quiet
         def leave(module: nn.Module, args: Any, output: Any) -> Any:
             return self._leave_root(output) if module is root else None
 
-        self._handles.append(root.register_forward_pre_hook(enter, prepend=True, with_kwargs=True))
-        self._handles.append(root.register_forward_hook(leave, always_call=True))
+        self._handles.append(root.register_forward_pre_hook(_ModuleHook(enter), prepend=True, with_kwargs=True))
+        self._handles.append(root.register_forward_hook(_ModuleHook(leave), always_call=True))
 
     def _enter_root(self, args: Any, kwargs: Any) -> Any:
         gathering, rounds = self._gathering, self.rounds
@@ -193,8 +216,8 @@ class Hooks:
                 gathering.used(unit)
 
         for entry in unit.entries:
-            self._handles.append(entry.register_forward_pre_hook(enter))
-            self._handles.append(entry.register_forward_hook(leave, always_call=True))
+            self._handles.append(entry.register_forward_pre_hook(_ModuleHook(enter)))
+            self._handles.append(entry.register_forward_hook(_ModuleHook(leave), always_call=True))
         if unit.waits_for_input:
             self._watch(unit)
 
@@ -219,7 +242,7 @@ class Hooks:
                     tensor.register_hook(reached)
 
         for entry in unit.entries:
-            self._handles.append(entry.register_forward_pre_hook(enter, with_kwargs=True))
+            self._handles.append(entry.register_forward_pre_hook(_ModuleHook(enter), with_kwargs=True))
 
     # Gradients
 
@@ -263,6 +286,15 @@ class Hooks:
         if self._pushed and self._pushed.pop():
             _saved._pop_saved_tensors_default_hooks()
 
+    @contextmanager
+    def saving(self) -> Iterator[None]:
+        """Around code outside a forward pass that computes with gathered parameters."""
+        self._push()
+        try:
+            yield
+        finally:
+            self._pop()
+
     def unpacked(self, weights: Weights, steps: int) -> None:
         """Backward is about to read a parameter of ``weights`` that was saved when ``steps`` steps were done."""
         if steps != self._gathering.steps:
@@ -270,6 +302,8 @@ class Hooks:
                 f"a parameter of unit {weights.spec.unit!r} needed for the gradient was changed by engine.step() after the "
                 "forward pass that saved it; run backward before the step"
             )
+        if self._gathering.depth == 0 and torch._C._current_graph_task_id() != -1:
+            self.rounds.begin()  # a loss from parameters alone has no output of the model that would say so
         self._gathering.use(self._gathering.unit_of(weights))
         if torch.is_grad_enabled() and self._gathering.depth == 0:
             self._gathering.keep_all()
@@ -294,6 +328,7 @@ class _Arrival:
     """The hook on one parameter."""
 
     __slots__ = ("_target",)
+    takes_gradient = True
 
     def __init__(self, target: weakref.ref[_Target]) -> None:
         self._target = target
@@ -303,9 +338,11 @@ class _Arrival:
         target = self._target()
         if target is None:
             return
-        gradient = get_grad(param)
-        set_grad(param, None)
-        assert gradient is not None
+        with torch._C.DisableTorchFunctionSubclass():  # what autograd left, whoever asks a freed parameter sees more
+            gradient = get_grad(param)
+            if gradient is None:  # a hook of the user's has dropped it
+                return
+            set_grad(param, None)
         hooks, scale = target.hooks, target.hooks.gradient_scale
         if _loss_factor:
             # The loss is multiplied already, by this engine or another that has a part in it.

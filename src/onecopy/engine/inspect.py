@@ -125,8 +125,9 @@ def read_grad(param: nn.Parameter) -> torch.Tensor | None:
     home, core = _home(param)
     _agree("full_grad", home)
     core.rounds.gather_late()
-    held = _grad_held(home, _gradients(home, core))
-    if held is None:
+    gradients = _gradients(home, core)
+    held = _grad_held(home, gradients)
+    if held is None or home.name in gradients.marks.cleared:
         return None
     return _assemble(home, core, held) / core.hooks.output_scale()
 
@@ -145,6 +146,7 @@ def write_grad(param: nn.Parameter, value: torch.Tensor) -> None:
     part.copy_(_checked(home, value)[start : start + part.numel()] * core.hooks.output_scale())
     place = home.weights.spec.layout.slots.index(home.slot)
     gradients.marks.used[place] = True
+    gradients.marks.cleared.discard(home.name)
 
 
 def read_state(param: nn.Parameter, name: str) -> torch.Tensor | None:

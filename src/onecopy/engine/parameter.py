@@ -24,6 +24,7 @@ __all__ = [
     "METADATA_PROPERTIES",
     "Face",
     "Home",
+    "engine_last",
     "hollow",
     "home_of",
     "property_name",
@@ -71,6 +72,13 @@ class Home(Protocol):
         """Make the full values present if a running forward pass allows it; False if not."""
 
 
+def engine_last(param: torch.Tensor) -> None:
+    """The engine's hook takes the gradient away: those that others registered run before it, and see one."""
+    hooks: dict[int, Any] = getattr(param, "_post_accumulate_grad_hooks", None) or {}
+    for key in [key for key, hook in hooks.items() if getattr(hook, "takes_gradient", False)]:
+        hooks[key] = hooks.pop(key)
+
+
 def home_of(tensor: torch.Tensor) -> Home | None:
     """The home of a managed parameter, None for any other tensor."""
     return tensor.__dict__.get(HOME) if isinstance(tensor, torch.Tensor) else None
@@ -87,7 +95,7 @@ METADATA_METHODS = frozenset(
     "size dim ndimension numel nelement stride element_size is_floating_point is_complex is_contiguous get_device "
     "storage_offset is_signed __len__ requires_grad_ register_hook register_post_accumulate_grad_hook __hash__ "
     "is_inference has_names _is_view _has_symbolic_sizes_strides result_type is_same_size can_cast is_shared is_pinned "
-    "is_tensor is_conj is_neg __format_meta__ _typed_storage_meta".split()
+    "is_tensor is_conj is_neg __format_meta__ _typed_storage_meta _has_compatible_shallow_copy_type".split()
 )
 # What a hidden parameter's own memory would answer wrongly: it repeats one element.
 _LAYOUT_METHODS = frozenset("stride is_contiguous storage_offset".split())
@@ -97,6 +105,7 @@ _LIKE = frozenset(
     "new_tensor".split()
 )
 _ALIASES = frozenset("detach view view_as reshape flatten __getitem__ select narrow t transpose unsqueeze squeeze".split())
+_MOVES = frozenset("to cpu cuda xpu half bfloat16 float double type".split())
 _RANDOM = frozenset("normal_ uniform_ bernoulli_ random_ exponential_ geometric_ cauchy_ log_normal_".split())
 _FILLS = frozenset("fill_ zero_ copy_".split())
 ELEMENTWISE = frozenset(
@@ -149,7 +158,10 @@ def _dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if name in _LAYOUT_METHODS and _CHAIN not in subject.__dict__:
             return func(torch.empty(home.shape, dtype=home.local()[0].dtype, device="meta"), *args[1:], **kwargs)
         if name in METADATA_METHODS or name in _LIKE:
-            return func(*args, **kwargs)
+            result = func(*args, **kwargs)
+            if name == "register_post_accumulate_grad_hook":
+                engine_last(subject)
+            return result
         if name in ("__repr__", "__format__"):
             return f"<{_describe(subject, home)}>"
         first = args[0] if args else kwargs.get("tensor")
@@ -163,7 +175,25 @@ def _dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
                 return subject
     if all(tensor.__dict__[HOME].demand() for tensor in absent):
         return func(*_resolved(args), **dict(zip(kwargs, _resolved(tuple(kwargs.values())), strict=True)))
+    if name in _MOVES and first is subject and _CHAIN not in subject.__dict__:
+        with torch._C.DisableTorchFunctionSubclass():
+            return _moved(func, name, subject, home, args[1:], kwargs)
     raise _refuse(home, f"{name}()")
+
+
+def _moved(func: Any, name: str, subject: torch.Tensor, home: Home, rest: Any, kwargs: dict[str, Any]) -> torch.Tensor:
+    """``subject`` where ``func`` moves or casts it to what it is already; an error where it does not."""
+    local = home.local()[0]
+    probe = local.new_empty((0,) * len(home.shape))
+    target = func(probe, *rest, **kwargs)
+    if target.device == probe.device and target.dtype == probe.dtype:
+        return subject
+    raise ShardedReadError(
+        f"{name}() would make sharded parameter {home.name!r} {target.dtype} on {target.device}, and it is {local.dtype} on "
+        f"{local.device}: shards stay as they were made. Say the device in onecopy.deferred(device=) and "
+        "onecopy.initialize(device=), and the dtype in the plan: onecopy.stage(..., dtype='bf16'). To read it, open "
+        "onecopy.gathered(parameter)"
+    )
 
 
 def _resolved(values: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -204,6 +234,11 @@ def _access(func: Any, prop: str, subject: torch.Tensor, home: Home, args: Any, 
         raise _refuse(home, f".{prop}")
     if prop == "data" and isinstance(args[-1], StandIn) and args[-1].__dict__[HOME] is home:
         return None  # ``p.data += 1`` has written through the stand-in already
+    other = home_of(args[-1])
+    if prop == "data" and other is home and _CHAIN not in args[-1].__dict__:
+        return None  # itself: it was moved to where it is
+    if other is not None and other is not home and not other.present:
+        raise _refuse(other, f"setting .{prop} to it")
     whole = isinstance(args[-1], torch.Tensor) and args[-1].shape == home.shape
     if prop == "data" and whole and _CHAIN not in subject.__dict__:
         with home.writing():
@@ -211,7 +246,7 @@ def _access(func: Any, prop: str, subject: torch.Tensor, home: Home, args: Any, 
             local.copy_(args[-1].detach().reshape(-1)[start : start + local.numel()])
             return home.written()
     if prop == "grad":
-        return home.set_grad(subject, args[-1])
+        return home.set_grad(subject, args[-1] if func.__name__ == "__set__" else None)
     if prop in ("requires_grad", "retains_grad", "_backward_hooks", "_post_accumulate_grad_hooks", "_grad"):
         return func(*args, **kwargs)
     raise EngineError(
@@ -302,11 +337,19 @@ def _refuse_copy(self: torch.Tensor, *_: Any) -> Any:
     raise _refuse(home, "copying or pickling")
 
 
+def _refuse_pickle(self: torch.Tensor, protocol: Any) -> Any:
+    home: Home = self.__dict__[HOME]
+    if home.present:
+        return torch.Tensor.__reduce_ex__(self, protocol)  # type: ignore[no-untyped-call]
+    raise _refuse(home, "copying or pickling")
+
+
 class StandIn(torch.Tensor):
     """A view of a sharded parameter taken without reading it."""
 
     __torch_function__: Any = classmethod(_torch_function)
     __deepcopy__ = _refuse_copy
+    __reduce_ex__ = _refuse_pickle
 
 
 _HIDDEN_CLASS: dict[type, type] = {}
@@ -318,6 +361,7 @@ def _hidden_class(base: type) -> type:
         members = {
             "__torch_function__": classmethod(_torch_function),
             "__deepcopy__": _refuse_copy,
+            "__reduce_ex__": _refuse_pickle,
             "__module__": __name__,
         }
         name = "ShardedParameter" if base is nn.Parameter else f"Sharded{base.__name__}"

@@ -1,20 +1,30 @@
 """``p.grad`` and ``p.data`` of parameters that an engine trains.
 
 Between backward and step the gradients are in the engine's buffers, summed over the ranks and cut. What a training loop
-does with ``p.grad`` there either has the right result (norms, clipping, scaling, ``zero_grad``) or is refused with the
+does with ``p.grad`` there either has the right result (norms, clipping, scaling, ``= None``) or is refused with the
 call to use instead; it never finds None where plain PyTorch has a gradient.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from onecopy.comm import meeting
-from onecopy.engine.parameter import ELEMENTWISE, HOME, METADATA_METHODS, METADATA_PROPERTIES, hollow, property_name
+from onecopy.engine.parameter import (
+    ELEMENTWISE,
+    HOME,
+    METADATA_METHODS,
+    METADATA_PROPERTIES,
+    engine_last,
+    hollow,
+    property_name,
+)
 from onecopy.errors import EngineError, RankMismatchError
 
 if TYPE_CHECKING:
@@ -42,7 +52,8 @@ _set_data = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 
 _NORMS = frozenset("vector_norm linalg_vector_norm norm _foreach_norm".split())
 # What ``zero_grad`` does to a gradient that it keeps.
-_IGNORED = frozenset("detach_ requires_grad_ zero_ _foreach_zero_".split())
+_IGNORED = frozenset("detach_ requires_grad_".split())
+_ZEROES = frozenset("zero_ _foreach_zero_".split())
 
 
 class PendingGradient(torch.Tensor):
@@ -60,16 +71,21 @@ class PendingGradient(torch.Tensor):
             return f"<gradient of {_of(first)[0].name!r}, in pieces on the ranks; onecopy.full_grad reads it>"
         pending = [item for item in (first if isinstance(first, list | tuple) else [first]) if isinstance(item, cls)]
         if name in _IGNORED:
-            if "zero" in name:
-                _warn_of_zeroing(pending[0])
+            return first
+        if name in _ZEROES and pending and _by_zero_grad():
+            _warn_of_zeroing(pending[0])
             return first
         if name in _NORMS and pending:
             return _norms(first, pending, args[1:], kwargs)
         inplace = name.removeprefix("_foreach_")
-        if inplace in ELEMENTWISE and pending and not _has_elements(args[1:], kwargs):
+        known = inplace in ELEMENTWISE or name in _ZEROES
+        if known and pending and not _has_elements(args[1:], kwargs):
+            # Where a number is a tensor every rank must have the same; it is on the host by now, or nearly.
+            numbers = tuple(float(v) if isinstance(v, torch.Tensor) else v for v in (*args[1:], *kwargs.values()))
             with torch.no_grad():
                 for gradient in pending:
                     _edit(gradient, lambda part: getattr(part, inplace)(*args[1:], **kwargs))
+                    _note(gradient, inplace, *numbers)
             return None if name.startswith("_foreach_") else first
         raise EngineError(
             f"{name}() reads p.grad of parameter {_of(pending[0] if pending else first)[0].name!r}, which is summed over "
@@ -81,6 +97,25 @@ class PendingGradient(torch.Tensor):
 def _warn_of_zeroing(gradient: PendingGradient | None) -> None:
     if gradient is not None:
         _of(gradient)[1].rounds.warn_of_zeroing()
+
+
+def _by_zero_grad() -> bool:
+    """Does this happen in a ``zero_grad``: torch's of a module or an optimizer, or one of the user's by that name?"""
+    frame: FrameType | None = sys._getframe(1)
+    for _ in range(12):
+        if frame is None:
+            return False
+        if frame.f_code.co_name == "zero_grad":
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _note(gradient: PendingGradient, *what: object) -> None:
+    """The step asks whether all ranks did the same."""
+    home, core, _ = _of(gradient)
+    assert core.stepper is not None
+    core.stepper.edits.append((home.name, *what))
 
 
 def _of(gradient: Any) -> tuple[ParameterHome, Core, Gradients]:
@@ -130,9 +165,7 @@ def _edit(gradient: Any, change: Callable[[torch.Tensor], Any]) -> None:
     core.rounds.gather_late()
     total = gradients.total
     if total is None:
-        raise EngineError(
-            f"p.grad of parameter {home.name!r} is not complete before the last micro-batch of its window: change it there"
-        )
+        raise _not_complete(home, core)
     layout = gradients.spec.layout
     low = gradients.piece * layout.shard if total.numel() < layout.padded else 0
     part = home.slot.local(low, low + total.numel())
@@ -149,6 +182,29 @@ def _edit(gradient: Any, change: Callable[[torch.Tensor], Any]) -> None:
         mine.mul_(scale)
 
 
+def _not_complete(home: ParameterHome, core: Core) -> EngineError:
+    if core.rounds.open:
+        return EngineError(
+            f"p.grad of parameter {home.name!r} is not complete while backward runs: change it after, before engine.step()"
+        )
+    return EngineError(
+        f"p.grad of parameter {home.name!r} is not complete before the last micro-batch of its window: change it there. "
+        "Gradients need no zeroing by hand: engine.step() drops them, and engine.discard_gradients() drops a window's"
+    )
+
+
+def _clear(gradient: PendingGradient) -> None:
+    """``p.grad = None``: the step leaves the parameter alone, as torch's optimizers do."""
+    home, core, gradients = _of(gradient)
+    _refuse_when_partial(core)
+    if gradients.total is None:
+        raise _not_complete(home, core)
+    gradients.clear(gradients.spec.layout.slots.index(home.slot))
+    assert core.stepper is not None
+    core.stepper.forget_norms()
+    _note(gradient, "= None")
+
+
 def pending_of(param: torch.Tensor) -> PendingGradient | None:
     """What ``param.grad`` is: a stand-in when a window is open, None when there is nothing to step with."""
     home: Any = param.__dict__.get(HOME)
@@ -156,7 +212,7 @@ def pending_of(param: torch.Tensor) -> PendingGradient | None:
     if core is None or core.stepper is None:
         return None
     gradients = core.stepper.gradients_of(home.weights.spec.name)
-    if gradients is None or not core.stepper.has_gradients():
+    if gradients is None or not core.stepper.has_gradients() or home.name in gradients.marks.cleared:
         return None
     stand_in = hollow(home.shape, param.dtype, home.weights.full.device).as_subclass(PendingGradient)
     stand_in.__dict__["_onecopy_of"] = (home, core, gradients)
@@ -174,7 +230,11 @@ def write_grad(param: torch.Tensor, value: torch.Tensor | None) -> None:
     if isinstance(value, PendingGradient):  # ``p.grad *= 2`` has changed it already
         return set_grad(param, None)
     if value is None:
-        _warn_of_zeroing(pending_of(param))
+        gradient = pending_of(param) if get_grad(param) is None else None
+        if gradient is not None and _by_zero_grad():
+            _warn_of_zeroing(gradient)
+        elif gradient is not None:
+            _clear(gradient)
         return set_grad(param, None)
     if pending_of(param) is not None:
         raise EngineError(
@@ -187,9 +247,28 @@ def write_grad(param: torch.Tensor, value: torch.Tensor | None) -> None:
 def _read_data(param: torch.Tensor) -> torch.Tensor:
     home = param.__dict__.get(HOME)
     if home is not None:
-        home.weights.writes.unseen = True  # through .data, which leaves no other sign
+        home.weights.writes.unseen = home.weights.writes.touched = True  # through .data, which leaves no other sign
     data: torch.Tensor = _get_data(param)
     return data
+
+
+def _write_data(param: torch.Tensor, value: torch.Tensor) -> None:
+    """``param.data = value``, which is how modules move and cast their parameters."""
+    home = param.__dict__.get(HOME)
+    kinds = [(tuple(tensor.shape), tensor.dtype, tensor.device) for tensor in (param, value)]
+    if home is not None and home.weights.core is not None and kinds[0] != kinds[1]:
+        one, other = (f"{dtype} of shape {shape} on {device}" for shape, dtype, device in kinds)
+        raise EngineError(
+            f"parameter {home.name!r} was to become {other}; the engine trains it as {one}. Say the dtype in the plan, "
+            "onecopy.stage(..., dtype='bf16'), and the device in onecopy.initialize(device=); or engine.close() first"
+        )
+    _set_data(param, value)
+
+
+def _register_hook(param: torch.Tensor, hook: Callable[..., Any]) -> Any:
+    handle = torch.Tensor.register_post_accumulate_grad_hook(param, hook)  # type: ignore[no-untyped-call]
+    engine_last(param)
+    return handle
 
 
 _SHOWN: dict[type, type] = {}
@@ -199,8 +278,9 @@ def shown_class(base: Any) -> type:
     """The class of a parameter of class ``base`` whose values an engine keeps whole between steps."""
     if base not in _SHOWN:
         members = {
-            "grad": property(read_grad, write_grad, lambda param: set_grad(param, None)),
-            "data": property(_read_data, lambda param, value: _set_data(param, value)),
+            "grad": property(read_grad, write_grad, lambda param: write_grad(param, None)),
+            "data": property(_read_data, _write_data),
+            "register_post_accumulate_grad_hook": _register_hook,
             "__module__": __name__,
             "_onecopy_shown": True,
             "__torch_function__": base.__torch_function__,

@@ -181,7 +181,7 @@ class Rounds:
         if self.closed == 0:
             if self._gathering.others.asks and not self._gathering.others.forwards:
                 self._gathering.attend_forward()
-            self._gathering.begin(backward=True)
+            self._gathering.attend_backward()
         before, self.sync = self.sync, True
         for unit in self.turns.order:
             self._issue(unit)

@@ -48,6 +48,8 @@ class UnitRun:
     waits_for_input: bool = False
     watched: int = 0
     watching: bool = False
+    # Needed from its first use to the end of the forward pass, and all through backward.
+    spans: bool = False
 
     @property
     def present(self) -> bool:

@@ -14,11 +14,12 @@ import torch.distributed as dist
 from onecopy.comm import meeting
 from onecopy.comm.collectives import Edge
 from onecopy.comm.groups import Ranks
+from onecopy.engine.agreement import State, refuse_unless_alike
 from onecopy.engine.gradients import Gradients
 from onecopy.engine.precision import LossScaler
 from onecopy.engine.run import Run, UnitRun
 from onecopy.engine.weights import Weights
-from onecopy.errors import DiskError, EngineError, RankMismatchError
+from onecopy.errors import DiskError, EngineError
 from onecopy.optim import Borrowed, Tiles
 from onecopy.plan.layout import Slot, Tier
 from onecopy.plan.plan import Clip
@@ -64,10 +65,12 @@ class Stepper:
         self.torn: str | None = None
         # Norms by parameter, by their order and the number of things that were settled.
         self._norms: dict[tuple[float, int], dict[str, torch.Tensor]] = {}
+        # What the user's code did to ``p.grad`` in this window; the same on every rank, or the step is refused.
+        self.edits: list[tuple[object, ...]] = []
 
     # Agreeing
 
-    def agree(self, scale: float, late: list[bool], state: object) -> Verdict:
+    def agree(self, scale: float, late: list[bool], state: State) -> Verdict:
         """One small all-reduce: the ``norm_type`` norm over all elements once, the parameters used, the units ``late``, and
         whether ``state`` has the same ``repr`` on every rank.
 
@@ -85,8 +88,7 @@ class Stepper:
             self._world.all_reduce(ballot, "vote", dist.ReduceOp.MAX if kind == math.inf else dist.ReduceOp.SUM)
         total, one, other, *counts = ballot.tolist()
         if (one + other != _LARGEST) if kind == math.inf else (one != own * self._ranks.mesh.world):
-            what = "what their optimizers are set to and which parameters were written since the last step"
-            meeting.same(what, state, RankMismatchError)
+            refuse_unless_alike(state, self._run.units)
         norm = total if kind == math.inf else _root(total, kind)
         return Verdict(norm / scale, self._flags(counts[len(late) :]), [count > 0 for count in counts[: len(late)]])
 
@@ -96,12 +98,12 @@ class Stepper:
             return 0.0
         if self._ranks.device.type != "cpu":
             torch.accelerator.current_stream().synchronize()  # gradients on their way to the host
-        pieces = [piece for gradients in self._buffers if (piece := gradients.mine()).numel()]
-        norms = [torch.linalg.vector_norm(piece, kind, dtype=_at_least_fp32(piece.dtype)).double() for piece in pieces]
-        if not norms:
+        pieces = [part for gradients in self._buffers if (piece := gradients.mine()).numel() for part in _parts(piece)]
+        if not pieces:
             return 0.0
-        stacked = torch.stack(norms)
-        part = (stacked.max() if kind == math.inf else stacked.pow(kind).sum()).item()
+        part = _sum_of(pieces, kind, wide=False)
+        if not math.isfinite(part):  # squares overflow long before gradients do
+            part = _sum_of(pieces, kind, wide=True)
         # MAX and SUM over ranks agree that infinity is not finite, but not on NaN.
         return math.inf if math.isnan(part) else part
 
@@ -161,6 +163,7 @@ class Stepper:
     def apply(self, verdict: Verdict, scale: float) -> None:
         """Step every unit with its gradients divided by ``scale`` and clipped, and make the new weights whole where
         they rest whole. Sending a unit's weights overlaps with stepping the next."""
+        self.edits = []
         factor = 1.0 / scale
         if self._clip.max_norm is not None:
             # As torch.nn.utils.clip_grad_norm_ does it.
@@ -241,7 +244,7 @@ class Stepper:
         self, gradients: Gradients, weights: Weights, used: dict[Slot, bool], factor: float, coming: _Ahead
     ) -> None:
         """Step one buffer tile by tile: of each the gradient is cast and scaled, the kernel runs, and the new weights go
-        to where the parameter rests, while it is in the cache."""
+        to where the parameter rests."""
         assert gradients.total is not None
         state, grid = weights.state, weights.state.grid
         row = gradients.spec.row
@@ -268,6 +271,7 @@ class Stepper:
     def discard(self) -> None:
         """Forget the gradients of this window."""
         self.forget_norms()
+        self.edits = []
         for gradients in self._buffers:
             gradients.drop()
 
@@ -339,8 +343,22 @@ def raise_at_floor(scaler: LossScaler, step: int, suspects: list[str], outputs_f
     )
 
 
+def _sum_of(pieces: list[torch.Tensor], kind: float, wide: bool) -> float:
+    """The largest element, or the sum of ``|g| ** kind``; ``wide``: in float64 from the start."""
+    dtypes = [torch.float64 if wide and not piece.is_complex() else _at_least_fp32(piece.dtype) for piece in pieces]
+    norms = [torch.linalg.vector_norm(piece, kind, dtype=dtype).double() for piece, dtype in zip(pieces, dtypes, strict=True)]
+    stacked = torch.stack(norms)
+    return float(stacked.max() if kind == math.inf else stacked.pow(kind).sum())
+
+
 def _root(total: float, kind: float) -> float:
     return total ** (1.0 / kind) if math.isfinite(total) else math.inf
+
+
+def _parts(flat: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """``flat`` as its norm is best taken. On the host torch copies a low-precision tensor whole to fp32 for that, and adds
+    so many squares in fp32 that digits are lost: in parts the copy is small and the sum exact to 1e-4."""
+    return flat.split(1 << 20) if flat.device.type == "cpu" else (flat,)
 
 
 def _at_least_fp32(dtype: torch.dtype) -> torch.dtype:

@@ -97,6 +97,8 @@ def find_units(model: nn.Module, policy: Units) -> list[UnitModules]:
     Each parameter is in exactly one unit, the first that reaches it; a module elsewhere that uses it too (a tied head)
     becomes an entry of that unit.
     """
+    if next(model.parameters(), None) is None:
+        raise PlanError(f"the model, a {type(model).__name__}, has no parameters: there is nothing to shard or train")
     units: list[UnitModules] = []
     home: dict[nn.Parameter, UnitModules] = {}
     root = _unwrapped(model)

@@ -41,10 +41,12 @@ class Source:
 @dataclass
 class Writes:
     """How writes to the parameters show: ``versions`` is the sum of their version counters when last looked at;
-    ``unseen``: somebody has had a ``.data``, through which writes leave no sign, so values are looked at instead."""
+    ``unseen``: somebody has had a ``.data``, through which writes leave no sign, so values are looked at instead.
+    ``touched``: somebody had one since the last step."""
 
     versions: int = 0
     unseen: bool = False
+    touched: bool = False
 
 
 class Weights:
@@ -184,14 +186,6 @@ class Weights:
                 self.follow(slot)
         return seen or taken
 
-    def unfrozen(self) -> list[str]:
-        """Names of parameters that were frozen when the engine was made and require gradients now."""
-        if self.spec.trainable:
-            return []
-        with torch._C.DisableTorchFunctionSubclass():
-            pairs = zip(self.spec.layout.slots, self.params, strict=True)
-            return [slot.param.name for slot, param in pairs if param.requires_grad]
-
     def _take_back(self) -> bool:
         """Were there any? Parameters whose ``.data`` was exchanged for another tensor: its values count, its memory does
         not."""
@@ -314,12 +308,13 @@ class Weights:
             self.free()
         return value
 
-    def free(self) -> None:
+    def free(self, keep: bool = True) -> None:
         """Give the full buffer's memory back; the parameters keep their shapes and refuse to be read.
 
-        What was written to them meanwhile goes to the shard first. A view that somebody kept keeps its memory.
+        What was written to them meanwhile goes to the shard first, where it is to be ``keep``t. A view that somebody kept
+        keeps its memory.
         """
-        if self._version_sum() != self.writes.versions or self.writes.unseen:
+        if keep and (self._version_sum() != self.writes.versions or (self.writes.unseen and self._differs())):
             with self.writing():
                 for slot in self.spec.layout.slots:
                     self.follow(slot)
@@ -333,6 +328,12 @@ class Weights:
     def accept_writes(self) -> None:
         """What was written to the parameters so far is dealt with, or is to be forgotten."""
         self.writes.versions = self._version_sum()
+
+    def _differs(self) -> bool:
+        """Is this rank's piece of the full buffer not what rests? Changing that is for all ranks together, so the rank
+        that has only looked must not begin to."""
+        rests, own = self.rest.plain, self.own()
+        return rests is None or not torch.equal(own.view(torch.uint8), rests.to(own.device).view(torch.uint8))
 
     def changed(self) -> None:
         """The optimizer has changed the values: graphs that saved the old ones must notice, as with any in-place

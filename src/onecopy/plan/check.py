@@ -11,7 +11,19 @@ import torch
 
 from onecopy.errors import PlanError
 from onecopy.plan.layout import Axis, Layout, Tier, UnitFact
-from onecopy.plan.plan import Plan, Row
+from onecopy.plan.plan import (
+    Batch,
+    Caps,
+    Clip,
+    LossScale,
+    Plan,
+    Precision,
+    Recipe,
+    Row,
+    Scratch,
+    StepPolicy,
+    Units,
+)
 from onecopy.plan.values import Number
 
 __all__ = ["check", "legal_triple"]
@@ -31,6 +43,7 @@ def legal_triple(parameter: Layout, gradient: Layout, optimizer: Layout) -> bool
 
 def check(plan: Plan, units: Sequence[UnitFact], world: int) -> None:
     """Raise :class:`PlanError` unless ``plan`` can train ``units`` on ``world`` ranks."""
+    _check_kinds(plan)
     _check_numbers(plan)
     _check_mesh(plan, world)
     _check_batch(plan, world)
@@ -167,6 +180,34 @@ def _check_numbers(plan: Plan) -> None:
         _number("loss scale hysteresis", scale.hysteresis, _FROM_ONE)
         if scale.minimum > scale.initial:
             raise PlanError(f"loss scale minimum {scale.minimum} is above its initial {scale.initial}; lower the minimum")
+
+
+_KINDS: dict[str, tuple[type, ...]] = {
+    "precision": (Precision,),
+    "batch": (Batch,),
+    "clip": (Clip,),
+    "step": (StepPolicy,),
+    "scratch": (Scratch, type(None)),
+    "caps": (Caps,),
+    "units": (Units,),
+    "optimizer": (Recipe, type(None)),
+    "scheduler": (Recipe, type(None)),
+}
+
+
+def _check_kinds(plan: Plan) -> None:
+    """A number or a dict where a policy object belongs would fail somewhere inside."""
+    for name, kinds in _KINDS.items():
+        value = getattr(plan, name)
+        if not isinstance(value, kinds):
+            hint = "; accumulation=, the number of micro-batches, may be given by itself" if name == "batch" else ""
+            raise PlanError(f"{name} is {value!r:.60}; it must be a {kinds[0].__name__} object{hint}")
+    scale = plan.precision.loss_scale
+    if scale is not None and not isinstance(scale, LossScale):
+        raise PlanError(f"loss_scale is {scale!r:.60}; it must be an onecopy.LossScale(...) or None")
+    for what, flag in (("batch divide", plan.batch.divide), ("cast_inputs", plan.precision.cast_inputs)):
+        if not isinstance(flag, bool):
+            raise PlanError(f"{what} is {flag!r:.60}; it must be True or False")
 
 
 def _number(what: str, value: object, kind: Number) -> None:

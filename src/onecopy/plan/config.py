@@ -83,6 +83,9 @@ def load_config(
         )
     except ConfigError as error:
         problems.append(str(error))
+    group = parts.zero.mics_shard_size
+    if group > 0 and world.size > 1 and world.size % group:
+        problems.append(f"zero_optimization.mics_shard_size is {group}, which does not divide the {world.size} ranks")
     if problems:
         raise ConfigError("\n".join(problems))
     if world.remark and config.train_batch_size is not None:
@@ -364,6 +367,8 @@ class _Parts:
 
     def group(self) -> None:
         """Keys of the stage that must agree with its number."""
+        if self.zero.mics_shard_size == 0:
+            raise ConfigError("zero_optimization.mics_shard_size is 0; it must be from 1, or -1 for no groups")
         if self.zero.mics_shard_size > 0 and self.zero.stage != 3:
             raise ConfigError(
                 f"zero_optimization.mics_shard_size is {self.zero.mics_shard_size} at stage {self.zero.stage}; it "

@@ -131,8 +131,8 @@ class Clip:
 class StepPolicy:
     """How the optimizer proceeds. It runs where its states rest: on the host for those on host and disk.
 
-    ``tile``: elements stepped at a time (None: a whole unit on the device; off it a size that stays in the processor's
-    cache or makes a good disk request). ``ratio``: share of the elements whose optimizer states and gradients obey a
+    ``tile``: elements stepped at a time (None: a whole unit on the device; off it a size that outweighs the calls that
+    step it and makes a good disk request). ``ratio``: share of the elements whose optimizer states and gradients obey a
     layout off the device; those of the other units, the first ones, stay on it (Offload++'s twin flow).
     """
 

@@ -36,15 +36,16 @@ def stage(
     dtype: str | None = None,
     accumulation: int = 1,
     clip: float | Clip | None = None,
-    norm_type: float = 2.0,
+    norm_type: float | None = None,
     **policies: Any,
 ) -> Plan:
     """ZeRO stage ``number`` (Rajbhandari et al. 2020, section 5): 0 replicates everything, 1 shards the optimizer
     states, 2 the gradients too, 3 the parameters too.
 
     ``reshard_after_forward=False`` keeps stage 3's gathered parameters from forward to backward. ``dtype``: "bf16",
-    "fp16" (with dynamic loss scaling), "fp32", a torch dtype name, or None to keep the model's own. ``policies`` are
-    other :class:`Plan` fields. Raises :class:`PlanError` for a number that is not 0, 1, 2 or 3.
+    "fp16" (with dynamic loss scaling), "fp32", a torch dtype name, or None to keep the model's own. ``norm_type``: of the
+    norm that is measured and clipped, 2 unless said. ``policies`` are other :class:`Plan` fields. Raises
+    :class:`PlanError` for a number that is not 0, 1, 2 or 3.
     """
     if isinstance(number, bool) or number not in _ROWS:
         raise PlanError(f"stage {number!r} does not exist; choose 0, 1, 2 or 3")
@@ -56,12 +57,14 @@ def stage(
             near = difflib.get_close_matches(option, [*known, "accumulation", "clip", "dtype", "reshard_after_forward"], 1)
             raise PlanError(f"stage() has no option {option!r}" + (f"; did you mean {near[0]!r}?" if near else f"; {known}"))
     _refuse_both(policies, precision=dtype is not None, batch=accumulation != 1)
+    if isinstance(clip, Clip) and norm_type is not None:
+        raise PlanError(f"norm_type={norm_type!r} and clip={clip} were both given; give one of them")
     row = _ROWS[number] if reshard_after_forward else _row(_ROWS[number].parameter.rest, _FULL, *_tail(_ROWS[number]))
     name = DTYPES.get(dtype, dtype) if dtype else None
     scale = LossScale() if name == "float16" else None
     policies.setdefault("precision", Precision(dtype=name, loss_scale=scale))
     policies.setdefault("batch", Batch(accumulation=accumulation))
-    policies.setdefault("clip", clip if isinstance(clip, Clip) else Clip(clip, norm_type))
+    policies.setdefault("clip", clip if isinstance(clip, Clip) else Clip(clip, 2.0 if norm_type is None else norm_type))
     policies.setdefault("units", Units())
     return Plan(rules=(Rule("*", row),), **policies)
 

@@ -220,10 +220,25 @@ def choose_schedule(recipe: Recipe, path: str = "scheduler") -> Chosen:
     signature = dict(inspect.signature(getattr(torch_schedules, name).__init__).parameters)
     for key in ("self", "optimizer", "verbose", "scale_fn"):
         signature.pop(key, None)
-    arguments = check_keys(recipe.params, {key: _Plain() for key in signature}, path)
+    arguments = check_keys(recipe.params, {key: _TORCH_KEYS.get(key, _Plain()) for key in signature}, path)
     needed = [key for key, value in signature.items() if value.default is inspect.Parameter.empty]
     _check_required(name, needed, arguments, path)
+    if name == "OneCycleLR":
+        _check_one_cycle(arguments, path)
     return Chosen(name, arguments)
+
+
+def _check_one_cycle(arguments: Mapping[str, Any], path: str) -> None:
+    """torch divides by the length of the rising part, less one."""
+    total = arguments.get("total_steps") or arguments.get("epochs", 0) * arguments.get("steps_per_epoch", 0)
+    if not total:
+        raise ConfigError(f"OneCycleLR needs {path}.total_steps, or {path}.epochs and {path}.steps_per_epoch")
+    share = arguments.get("pct_start", 0.3)
+    if total < 2 or share * total == 1:
+        raise ConfigError(
+            f"{path}.pct_start is {share:g} of {total} steps in all, so the rate would rise within {share * total:g} steps; "
+            "it needs more than one"
+        )
 
 
 def _without_decay(arguments: Mapping[str, Any], path: str) -> tuple[str, ...]:
@@ -252,6 +267,34 @@ def _check_required(name: str, keys: Any, arguments: Mapping[str, Any], path: st
     missing = [f"{path}.{key}" for key in keys if key not in arguments]
     if missing:
         raise ConfigError(f"{name} needs {' and '.join(missing)}")
+
+
+# Numbers that torch's schedules do not check, and count or divide by.
+_SOME = Number(low=1, whole=True, optional=True)
+_TORCH_KEYS: dict[str, Kind] = {
+    "step_size": _STEPS,
+    "T_max": _STEPS,
+    "T_0": _STEPS,
+    "T_mult": _STEPS,
+    "total_iters": _STEPS_FROM_0,
+    "milestones": ListOf(_STEPS_FROM_0),
+    "gamma": _FROM_0,
+    "eta_min": Number(),
+    "power": Number(),
+    "total_steps": _SOME,
+    "epochs": _SOME,
+    "steps_per_epoch": _SOME,
+    "pct_start": Number(0, 1),
+    "div_factor": Number(low=0, above=True),
+    "final_div_factor": Number(low=0, above=True),
+    "step_size_up": _STEPS,
+    "step_size_down": _SOME,
+    "base_lr": _RATES,
+    "max_lr": _RATES,
+    "cycle_momentum": Flag(),
+    "three_phase": Flag(),
+    "last_epoch": Number(low=-1, whole=True),
+}
 
 
 @dataclass(frozen=True)
