@@ -132,24 +132,6 @@ def launch(
 
 
 @app.command()
-def doctor(
-    memory: Annotated[bool, typer.Option("--memory", help="Measure memory (the default without --disk).")] = False,
-    disk: Annotated[Path | None, typer.Option(help="Measure the disk of this folder, with 512 MiB in it.")] = None,
-    params: Annotated[str, typer.Option(help="Parameters of the model whose optimizer step is estimated.")] = "7B",
-    as_json: Json = False,
-) -> None:
-    """Measure memory and disk, and say what an optimizer step with its states there costs."""
-    found = examine(count_of(params), memory or disk is None, disk)
-    if as_json:
-        typer.echo(json.dumps(found))
-        return
-    console = Console()
-    console.print(table(found))
-    for note in notes(found):
-        console.print(note, highlight=False)
-
-
-@app.command()
 def plan(
     model: Annotated[str | None, typer.Argument(help="config.json, its folder, hub name, or module:function.")] = None,
     params: Annotated[str | None, typer.Option(help="Number of parameters instead of a model: 7e9, 7B.")] = None,
@@ -191,6 +173,24 @@ def plan(
     report = run_plan(Asked(machine, method, model, numbers, compare, search, write), Console(stderr=as_json))
     if as_json:
         typer.echo(json.dumps(report))
+
+
+@app.command()
+def doctor(
+    memory: Annotated[bool, typer.Option("--memory", help="Measure memory (the default without --disk).")] = False,
+    disk: Annotated[Path | None, typer.Option(help="Measure the disk of this folder, with 512 MiB in it.")] = None,
+    params: Annotated[str, typer.Option(help="Parameters of the model whose optimizer step is estimated.")] = "7B",
+    as_json: Json = False,
+) -> None:
+    """Measure memory and disk, and say what an optimizer step with its states there costs."""
+    found = examine(count_of(params), memory or disk is None, disk)
+    if as_json:
+        typer.echo(json.dumps(found))
+        return
+    console = Console()
+    console.print(table(found))
+    for note in notes(found):
+        console.print(note, highlight=False)
 
 
 def _summary(outcome: Outcome) -> dict[str, Any]:
