@@ -121,11 +121,13 @@ def poison(engine: Any) -> int:
     for unit in engine._core.run.units:
         for weights in unit.weights:
             layout = weights.spec.layout
-            held: list[tuple[Tensor, int]] = [(weights.shard, weights.piece * layout.shard)]
+            assert weights.rest.plain is not None
+            held: list[tuple[Tensor, int]] = [(weights.rest.plain, weights.piece * layout.shard)]
             if weights.present:
                 held.append((weights.full, 0))
             if weights.master is not None:
-                held.append((weights.master, weights.stepped()[0]))
+                assert weights.master.plain is not None
+                held.append((weights.master.plain, weights.stepped()[0]))
             for tensor, low in held:
                 start = max(layout.numel - low, 0)
                 count += max(tensor.numel() - start, 0)
