@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import re
@@ -13,6 +14,7 @@ import signal
 import socket
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -42,6 +44,8 @@ __all__ = [
 
 _RANK_MAIN = Path(__file__).with_name("rank_main.py")
 _LOCAL = "127.0.0.1"
+# Seconds after another rank's error from which on a killed rank was killed for not reacting to it.
+_LATE = 5
 
 
 @dataclass(frozen=True)
@@ -126,7 +130,7 @@ def run_ranks(command: Sequence[str], ranks: int, nodes: Nodes | None = None) ->
     start = time.monotonic()
     try:
         # The agent logs every failure and signal in lines of its own; the outcome says it once.
-        with _environment(OMP_NUM_THREADS=threads), _no_logs():
+        with _environment(OMP_NUM_THREADS=threads), _no_logs(), _ending_stopped(Path(logs)):
             elastic_launch(_config(ranks, nodes, logs), sys.executable)("-u", str(_RANK_MAIN), *command)
     except ChildFailedError as error:
         failure = _first(error.failures)
@@ -176,6 +180,30 @@ def _environment(**values: str) -> Iterator[None]:
 
 
 @contextmanager
+def _ending_stopped(logs: Path) -> Iterator[None]:
+    """Once a rank has written an error to ``logs``, kill stopped ranks (SIGSTOP): a stopped process does not take the signal
+    that ends the others, and the agent would wait 30 seconds before it kills it."""
+    over = threading.Event()
+
+    def watch() -> None:
+        while not over.wait(0.5):
+            if not any(time.time() - file.stat().st_mtime > _LATE + 2 for file in logs.rglob("error.json")):
+                continue
+            for child in psutil.Process().children(recursive=True):
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    if child.status() == psutil.STATUS_STOPPED:
+                        child.kill()
+
+    thread = threading.Thread(target=watch, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
+@contextmanager
 def _no_logs() -> Iterator[None]:
     before = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
@@ -215,7 +243,7 @@ def _first(failures: dict[int, ProcessFailure]) -> Failure:
 
 def _ended_late(failure: ProcessFailure, told: list[int]) -> bool:
     """Was a killed rank killed by the agent, because it did not react when another one had failed (it was stopped)?"""
-    return failure.exitcode == -signal.SIGKILL and bool(told) and failure.timestamp > min(told) / 1e9 + 5
+    return failure.exitcode == -signal.SIGKILL and bool(told) and failure.timestamp > min(told) / 1e9 + _LATE
 
 
 def _is_victim(extra: dict[str, Any]) -> bool:

@@ -122,6 +122,17 @@ def test_a_killed_rank_is_the_one_that_is_told(tmp_path: Path) -> None:
     assert re.search(r"rank 2 \(pid \d+\) failed first.*\n?.*SIGKILL.*ran out of memory", ended.text), ended.text
 
 
+def test_a_stopped_rank_is_ended_and_those_that_waited_are_told(tmp_path: Path) -> None:
+    body = """
+        def before(step):
+            if RANK == 1 and step == 2:
+                os.kill(os.getpid(), signal.SIGSTOP)
+    """
+    ended = run(tmp_path, body, 2)
+    assert ended.code == 1, ended.text
+    assert re.search(r"HangError: rank [02] waited .* and rank 1 did not come", ended.text), ended.text
+
+
 @pytest.mark.parametrize(("stage", "wire"), [(2, False), (3, True)])
 def test_a_sleeping_rank_is_named_with_its_line(tmp_path: Path, stage: int, wire: bool) -> None:
     body = """
