@@ -16,6 +16,7 @@ from onecopy.engine import inspect
 from onecopy.engine.build import build_core, default_device
 from onecopy.engine.engine import Engine
 from onecopy.engine.gathered import gather_for_reading
+from onecopy.errors import PlanError
 from onecopy.plan.plan import Plan
 from onecopy.plan.presets import stage
 
@@ -57,9 +58,20 @@ def initialize(
     """
     if patience is not None:
         set_patience(patience)
-    where = torch.device(device) if device is not None else default_device()
+    where = _usable(device) if device is not None else default_device()
     core = build_core(model, plan if plan is not None else stage(2), optimizer, scheduler, where)
     return engine_class(model, core)
+
+
+def _usable(device: torch.device | str) -> torch.device:
+    """``device``, which this installation of torch can use."""
+    try:
+        found = torch.device(device)
+        torch.empty(0, device=found)
+    except (AssertionError, RuntimeError) as error:  # torch's own words for a device that is not there, or no device
+        said = str(error).splitlines()[0]
+        raise PlanError(f"device {str(device)!r} cannot be used here: {said}; leave device= out for what there is") from error
+    return found
 
 
 @contextmanager

@@ -58,6 +58,7 @@ class _ModuleHook:
     def __init__(self, call: Callable[..., Any]) -> None:
         self._call = call
 
+    @_quiet
     def __call__(self, *args: Any) -> Any:
         return self._call(*args)
 
