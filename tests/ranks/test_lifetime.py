@@ -234,5 +234,6 @@ def steady(rank: int, world: int, folder: str) -> dict[str, Any]:
 def test_nothing_grows(tmp_path: Any) -> None:
     for run in run_ranks(steady, 2, str(tmp_path), timeout=180):
         for name, (counts, resident) in run.items():
-            assert max(counts) == counts[0], f"{name}: live tensors {counts}"
+            # What a step left behind would be there 240 times; one more or less is alive by chance of the moment.
+            assert max(counts) - min(counts) < 8, f"{name}: live tensors {counts}"
             assert resident[2] - resident[1] < 150 * 1024 * 8, f"{name}: resident {resident}"

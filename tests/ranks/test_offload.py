@@ -93,8 +93,7 @@ def every_place(rank: int, world: int, folder: str, accumulation: int, dtype: st
     return found
 
 
-@pytest.mark.parametrize("dtype", [None, "bf16"])
-@pytest.mark.parametrize("accumulation", [1, 4])
+@pytest.mark.parametrize(("accumulation", "dtype"), [(1, None), (4, None), (1, "bf16")])
 def test_where_states_rest_changes_no_bit(tmp_path: Path, accumulation: int, dtype: str | None) -> None:
     """20 steps on 2 ranks, clipped, at every stage: losses, norms and weights are those of the stage on the device; and
     all bytes, peaks included, are as predicted."""

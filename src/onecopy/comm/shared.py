@@ -172,7 +172,8 @@ class Shared:
         self._outgoing.append((works, kept))
 
     def _receive(self, peer: int, tag: int, into: torch.Tensor) -> None:
-        self._group.recv([into], peer, tag | OVER_WIRE).wait()
+        with waiting(f"what rank {dist.get_global_rank(self._group, peer)} sends beside shared memory"):
+            self._group.recv([into], peer, tag | OVER_WIRE).wait()
         self._arenas[self._index].wired[peer] += 1
 
     def _take(self, peer: int, token: torch.Tensor, tag: int, into: torch.Tensor, place: int) -> None:
