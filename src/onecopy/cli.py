@@ -13,12 +13,13 @@ import typer
 from rich.console import Console
 
 from onecopy import gpt
+from onecopy.cluster import quantity
 from onecopy.errors import ConfigError, OneCopyError
 from onecopy.launch import Outcome, default_ranks, place, run_ranks
-from onecopy.place import STATES, Place, bytes_of
+from onecopy.place import STATES, Place
 from onecopy.planner.command import Asked, Machine, run_plan
 from onecopy.planner.command import Method as Planned
-from onecopy.report.doctor import count_of, examine, notes, table
+from onecopy.report.doctor import examine, notes, table
 from onecopy.train import SAVE_EVERY, Method, Run, Settings, Task, show_report, what_is_kept
 from onecopy.train import train as run_training
 
@@ -87,7 +88,7 @@ def train(
 ) -> None:
     """Train a byte-level GPT on text; run again to resume."""
     task = Task(model, context, tuple(data or ()), seed)
-    caps = bytes_of("--device-memory", device_memory), bytes_of("--host-memory", host_memory)
+    caps = _bytes("--device-memory", device_memory), _bytes("--host-memory", host_memory)
     placed = Place(offload, offload_parameters, offload_ratio, scratch, states, *caps)
     method = Method(config, stage, dtype, batch_size, accumulation, lr, recompute, placed)
     settings = Settings(task, method, Run(str(out), steps, save_every, keep))
@@ -183,7 +184,7 @@ def doctor(
     as_json: Json = False,
 ) -> None:
     """Measure memory and disk, and say what an optimizer step with its states there costs."""
-    found = examine(count_of(params), memory or disk is None, disk)
+    found = examine(quantity(params, "--params"), memory or disk is None, disk)
     if as_json:
         typer.echo(json.dumps(found))
         return
@@ -191,6 +192,10 @@ def doctor(
     console.print(table(found))
     for note in notes(found):
         console.print(note, highlight=False)
+
+
+def _bytes(option: str, text: str | None) -> int | None:
+    return None if text is None else quantity(text, option, size=True)
 
 
 def _summary(outcome: Outcome) -> dict[str, Any]:

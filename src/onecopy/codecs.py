@@ -390,12 +390,12 @@ def stride(tile: int, dtype: torch.dtype, coded: Codec | None, align: int) -> in
     return -(-stored(tile, dtype, coded) // align) * align
 
 
+ALIGN = 4096
+"""Bytes that O_DIRECT's addresses, offsets and sizes are multiples of, and so are tiles of states on disk or encoded."""
+
+
 def blocks(elements: int, tile: int, dtype: str, coded: Codec | None = None) -> int:
     """Bytes that ``elements`` take on disk, or encoded, in tiles of ``tile`` that begin on a disk's blocks and end there."""
     kind: torch.dtype = getattr(torch, dtype)
     full, rest = divmod(elements, tile)
     return full * stride(tile, kind, coded, ALIGN) + stride(rest, kind, coded, ALIGN)
-
-
-ALIGN = 4096
-"""Bytes that tiles of states on disk, or encoded ones, are multiples of."""

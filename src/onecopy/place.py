@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-import re
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
@@ -13,29 +11,10 @@ from onecopy.errors import ConfigError
 from onecopy.plan.plan import Caps, Plan, Scratch
 from onecopy.plan.presets import low_precision, offload
 
-__all__ = ["STATES", "Place", "bytes_of"]
+__all__ = ["STATES", "Place"]
 
 STATES: dict[str, str | None] = {"fp32": None, "bf16": "bfloat16_sr", "int8": "int8", "int4": "int4"}
 _TIERS = ("host", "disk")
-_SIZE = re.compile(r"(\d+(?:\.\d+)?) ?([KMGT]?)(i?B|B?)", re.IGNORECASE)
-_POWERS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
-
-
-def bytes_of(option: str, text: str | None) -> int | None:
-    """The bytes that ``text`` says: ``512M``, ``1.5GiB`` (of 1024) or ``2GB`` (of 1000); None stays None.
-
-    Raises :class:`ConfigError` for anything else and for less than a byte.
-    """
-    if text is None:
-        return None
-    found = _SIZE.fullmatch(text.strip())
-    size = 0
-    if found is not None:
-        base = 1000 if found[3].upper() == "B" else 1024
-        size = math.floor(float(found[1]) * base ** _POWERS[found[2].upper()])
-    if size < 1:
-        raise ConfigError(f"{option} {text}: it is a number of bytes with a unit, such as 512M, 1.5GiB or 2GB")
-    return size
 
 
 @dataclass(frozen=True)

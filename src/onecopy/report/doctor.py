@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -11,18 +10,15 @@ from typing import Any
 import torch
 from rich.table import Table
 
-from onecopy.errors import ConfigError
 from onecopy.report.measure import human_count
 from onecopy.report.rates import DISK_BYTES, STEP_BYTES, DiskRate, copy_rate, disk_rate
 
-__all__ = ["HOST_FRACTION", "Cost", "count_of", "disk_step", "examine", "host_step", "notes", "table"]
+__all__ = ["HOST_FRACTION", "Cost", "disk_step", "examine", "host_step", "notes", "table"]
 
 # Of the rate at which memory is copied a step on the host reaches this share: see ``benchmarks/step.py``.
 HOST_FRACTION = 0.9
 # Bytes copied: more than caches hold. Bytes written and read on disk.
 COPIED, WRITTEN = 512 << 20, 512 << 20
-_COUNT = re.compile(r"(\d+(?:\.\d+)?(?:e\d+)?)([kmbgt]?)", re.IGNORECASE)
-_SUFFIX = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "g": 10**9, "t": 10**12}
 
 
 @dataclass(frozen=True)
@@ -31,15 +27,6 @@ class Cost:
 
     seconds: float
     mparams: float
-
-
-def count_of(text: str) -> int:
-    """``"7B"`` -> 7_000_000_000. Raises :class:`ConfigError` for what is no number of parameters."""
-    found = _COUNT.fullmatch(text.strip().replace("_", "").replace(",", ""))
-    count = round(float(found[1]) * _SUFFIX[found[2].lower()]) if found else 0
-    if count < 1:
-        raise ConfigError(f"--params {text}: it is a number of parameters such as 350M, 7B or 7e9")
-    return count
 
 
 def host_step(params: int, rate: float) -> Cost:

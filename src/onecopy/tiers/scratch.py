@@ -20,11 +20,11 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from onecopy.codecs import ALIGN
 from onecopy.errors import DiskError
 
 __all__ = ["ALIGN", "Filesystem", "Scratch", "accepts_direct", "page_memory", "rate", "round_up", "system_error"]
 
-ALIGN = 4096  # bytes; addresses, offsets and sizes of O_DIRECT requests are multiples of it
 _MARKER, _LOCK, _SUFFIX = "onecopy-scratch", "lock", ".bin"
 _PATIENCE = 120.0  # seconds that somebody may take to remove leftovers
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
