@@ -17,7 +17,7 @@ from onecopy.cluster import quantity
 from onecopy.errors import ConfigError, OneCopyError
 from onecopy.launch import Outcome, default_ranks, place, run_ranks
 from onecopy.place import STATES, Place
-from onecopy.planner.command import Asked, Machine, run_plan
+from onecopy.planner.command import Asked, Machine, Wanted, run_plan
 from onecopy.planner.command import Method as Planned
 from onecopy.report.doctor import examine, notes, table
 from onecopy.train import SAVE_EVERY, Method, Run, Settings, Task, show_report, what_is_kept
@@ -163,6 +163,8 @@ def plan(
     compare: Annotated[bool, typer.Option("--compare", help="Stages and offloads side by side.")] = False,
     search: Annotated[bool, typer.Option("--search", help="The fastest plan that fits, and why.")] = False,
     write: Annotated[Path | None, typer.Option(help="File for the plan that --search chose, as DeepSpeed JSON.")] = None,
+    html: Annotated[Path | None, typer.Option(help="File for what --compare found, as a page with plots.")] = None,
+    simulate: Annotated[bool, typer.Option("--simulate", help="Run a rank's engine on it, and compare.")] = False,
     as_json: Json = False,
 ) -> None:
     """Say what a plan needs before it runs: memory, traffic, time, and whether it fits."""
@@ -171,7 +173,8 @@ def plan(
     method = Planned(stage, where, config, dtype, batch_size, accumulation, seq, recompute, attention)
     numbers = {"params": params, "largest_unit": largest_unit}
     numbers |= {"layers": layers, "hidden": hidden, "vocab": vocab, "heads": heads}  # type: ignore[dict-item]
-    report = run_plan(Asked(machine, method, model, numbers, compare, search, write), Console(stderr=as_json))
+    wanted = Wanted(compare, search, simulate, write, html)
+    report = run_plan(Asked(machine, method, model, numbers, wanted), Console(stderr=as_json))
     if as_json:
         typer.echo(json.dumps(report))
 

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from onecopy.comm.watch import waiting
 
-__all__ = ["OVER_WIRE", "Edge", "Exchange", "Message", "Native", "Pending", "edge_for", "land", "sum_into"]
+__all__ = ["BACKENDS", "OVER_WIRE", "Edge", "Exchange", "Message", "Native", "Pending", "edge_for", "land", "sum_into"]
 
 _ALL_REDUCES = {
     "norms": "the norms of the gradients",
@@ -71,17 +71,17 @@ class Message:
     ``unit`` is for people.
     """
 
-    __slots__ = ("_name", "_sent", "_unit", "kind")
+    __slots__ = ("_name", "_sent", "kind", "unit")
 
     def __init__(self, kind: str, engine: int, index: int, unit: str, second: bool = False) -> None:
         self.kind = kind
-        self._unit = unit
+        self.unit = unit
         place = len(_KINDS) if second else _KINDS.index(kind)
         self._name = (place << 29) | ((engine & 0x1F) << 24) | ((index & 0xFFF) << 12)
         self._sent = 0
 
     def __str__(self) -> str:
-        return f"the {self.kind} of unit {self._unit!r}"
+        return f"the {self.kind} of unit {self.unit!r}"
 
     def tag(self) -> int:
         """The next message's number, below 2**31; the bit of :data:`OVER_WIRE` is not set."""
@@ -234,6 +234,10 @@ def _all_reduce(group: dist.ProcessGroup, sent: Sent, tensor: torch.Tensor, kind
         dist.all_reduce(tensor, op=op, group=group)
 
 
+# Edges of backends whose own collectives are not the best there is.
+BACKENDS: dict[str, Callable[[dist.ProcessGroup, Sent], Edge]] = {"gloo": Exchange}
+
+
 def edge_for(group: dist.ProcessGroup | None, sent: Sent) -> Edge | None:
     """The edge for ``group``: point-to-point exchange on gloo, the backend's collectives otherwise.
 
@@ -243,4 +247,4 @@ def edge_for(group: dist.ProcessGroup | None, sent: Sent) -> Edge | None:
     """
     if group is None:
         return None
-    return Exchange(group, sent) if dist.get_backend(group) == "gloo" else Native(group, sent)
+    return BACKENDS.get(dist.get_backend(group), Native)(group, sent)

@@ -16,7 +16,16 @@ from onecopy.comm import watch
 from onecopy.errors import EngineError, HangError
 from onecopy.plan.layout import Mesh
 
-__all__ = ["Ranks", "control", "ensure_process_group", "everybody", "form_groups", "local_rank", "world_size"]
+__all__ = [
+    "Ranks",
+    "control",
+    "ensure_process_group",
+    "everybody",
+    "form_groups",
+    "local_rank",
+    "speaks_for_all",
+    "world_size",
+]
 
 _LAUNCH = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -109,6 +118,12 @@ def world_size() -> int:
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
+def speaks_for_all() -> bool:
+    """Is this process the only one, or one whose other ranks are simulated (:mod:`onecopy.comm.simulated`)? What all are
+    asked, it answers alone."""
+    return world_size() == 1 or dist.get_backend() == "fake"
+
+
 # The groups of all ranks that were made under a default group.
 _CONTROL: list[tuple[object, dist.ProcessGroup]] = []
 
@@ -121,8 +136,8 @@ def control(use: int = 0) -> dist.ProcessGroup | None:
 
     Made at its first use, which is collective; all ranks are known to be there by then (``meeting.meet``).
     """
-    if world_size() == 1:
-        return None
+    if speaks_for_all():
+        return dist.group.WORLD if world_size() > 1 else None
     if not _CONTROL or _CONTROL[0][0] is not dist.group.WORLD:
         _CONTROL.clear()
         with watch.waiting("the groups of all ranks"):

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from onecopy.comm import assembly, watch
-from onecopy.comm.groups import control, world_size
+from onecopy.comm.groups import control, speaks_for_all, world_size
 from onecopy.errors import CheckpointError, HangError, OneCopyError, RankMismatchError
 
 __all__ = ["alike", "all_or_none", "collect", "from_rank0", "meet", "my_rank", "on_any", "same", "tell", "together"]
@@ -35,7 +35,7 @@ def meet(what: str, call: str | None = None, patience: float | None = None, erro
     collective would wait for the missing ranks until the process group gives up, and break it.
     """
     world = world_size()
-    store = distributed_c10d._get_default_store() if world > 1 else None
+    store = distributed_c10d._get_default_store() if not speaks_for_all() else None
     if store is None:
         return
     assembly.settle()
@@ -66,8 +66,8 @@ def _count(what: str, store: object) -> int:
 def tell(value: T) -> list[T]:
     """Every rank's ``value``, in rank order."""
     world = world_size()
-    if world == 1:
-        return [value]
+    if speaks_for_all():
+        return [value] * world
     assembly.settle()
     told: list[Any] = [None] * world
     with watch.waiting("a word from every rank"):
@@ -77,35 +77,33 @@ def tell(value: T) -> list[T]:
 
 def alike(value: Any) -> bool:
     """Has every rank a value with the same ``repr``? One small all-reduce, whatever its size."""
-    group = control()
-    if group is None:
+    if speaks_for_all():
         return True
     assembly.settle()
     digest = int.from_bytes(hashlib.sha256(repr(value).encode()).digest()[:7], "big")
     extremes = torch.tensor([digest, -digest], device="cpu")
     with watch.waiting("a word from every rank"):
-        dist.all_reduce(extremes, dist.ReduceOp.MAX, group=group)
+        dist.all_reduce(extremes, dist.ReduceOp.MAX, group=control())
     largest, smallest = extremes.tolist()
     return bool(largest == -smallest)
 
 
 def on_any(flags: list[bool]) -> list[bool]:
     """Which of ``flags`` are set on some rank. One small all-reduce."""
-    group = control()
-    if group is None or not flags:
+    if speaks_for_all() or not flags:
         return flags
     assembly.settle()
     told = torch.tensor(flags, dtype=torch.int32, device="cpu")
     with watch.waiting("a word from every rank"):
-        dist.all_reduce(told, dist.ReduceOp.MAX, group=group)
+        dist.all_reduce(told, dist.ReduceOp.MAX, group=control())
     return [bool(flag) for flag in told.tolist()]
 
 
 def collect(value: T) -> list[T]:
     """Every rank's ``value``, in rank order, on rank 0; elsewhere an empty list."""
     world = world_size()
-    if world == 1:
-        return [value]
+    if speaks_for_all():
+        return [value] * world
     told: list[Any] | None = [None] * world if my_rank() == 0 else None
     with watch.waiting("a word from every rank"):
         dist.gather_object(value, told, 0, group=control())
@@ -136,7 +134,7 @@ def from_rank0(make: Callable[[], T]) -> T:
     """``make()`` of rank 0, on every rank; when it fails there, every rank raises the same :class:`CheckpointError`."""
     result, problem = _attempt(make) if my_rank() == 0 else (None, None)
     told = [(result, None if problem is None else _text(problem))]
-    if world_size() > 1:
+    if not speaks_for_all():
         assembly.settle()
         with watch.waiting("a word from rank 0"):
             dist.broadcast_object_list(told, 0, group=control())

@@ -40,7 +40,8 @@ from onecopy.plan.plan import Plan, difference
 from onecopy.recipes import build_optimizer, build_scheduler
 from onecopy.schedule.lower import Buffer, Facts, Schedule, lower
 from onecopy.schedule.messages import message_slots, on_shelf
-from onecopy.schedule.predict import check_needs, moment_codecs, scratch_bytes, uses_disk
+from onecopy.schedule.predict import check_needs
+from onecopy.schedule.rest import moment_codecs, scratch_bytes, uses_disk
 from onecopy.tiers.disk import Disk
 from onecopy.tiers.memory import give_back_freed_memory, keep_freed_memory
 from onecopy.tiers.tiers import Tiers
@@ -121,7 +122,7 @@ def build_core(
 
     if device.type == "cpu":
         keep_freed_memory(False)  # an earlier engine may have said otherwise
-    on_meta = _everywhere_meta(names)
+    on_meta = _everywhere_meta(names) and device.type != "meta"
     runs = _make_units(schedule, units, names, ranks.piece, edges, tiers, number)
     away = _hold_moments(runs, schedule, tiers)
     if tiers.disk is not None:
@@ -290,9 +291,9 @@ def _moments_of(
     be known and are not."""
     if made is None:
         return {}
-    if _off_device(plan):
+    if _off_device(plan) and device.type != "meta":
         prefer_fused(made)
-    found = probe(made, torch.device("cpu") if _off_device(plan) else device)
+    found = probe(made, torch.device("cpu") if _off_device(plan) or device.type == "meta" else device)
     rests = [rule.row.moment for rule in plan.rules]
     if None in found and any(layout.tier == "disk" or layout.codec is not None for layout in rests):
         raise PlanError(

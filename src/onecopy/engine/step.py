@@ -94,7 +94,7 @@ class Stepper:
 
     def _part(self, kind: float) -> float:
         """This rank's share: the largest element, or the sum of ``|g| ** kind``."""
-        if not self._ranks.first_replica:
+        if not self._ranks.first_replica or self._ranks.device.type == "meta":
             return 0.0
         if self._ranks.device.type != "cpu":
             torch.accelerator.current_stream().synchronize()  # gradients on their way to the host

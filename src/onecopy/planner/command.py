@@ -18,15 +18,17 @@ from onecopy.plan.plan import Plan
 from onecopy.plan.presets import DTYPES, stage
 from onecopy.planner.activations import ATTENTION
 from onecopy.planner.estimate import Work
+from onecopy.planner.html import Variant, page, write_page
 from onecopy.planner.others import beside
 from onecopy.planner.report import human_gb, plan_report
 from onecopy.planner.search import SCRATCH, Choice, Found, Question, cheapest_change, compare, fastest
-from onecopy.planner.show import show_comparison, show_report
+from onecopy.planner.show import show_comparison, show_report, show_simulation
+from onecopy.planner.simulate import simulate
 from onecopy.planner.sources import activations_of, load_subject
-from onecopy.planner.subject import Subject, facts, facts_from_numbers
+from onecopy.planner.subject import Built, Subject, facts, facts_from_numbers
 from onecopy.planner.write import as_config, write_config
 
-__all__ = ["Asked", "Machine", "Method", "run_plan"]
+__all__ = ["Asked", "Machine", "Method", "Wanted", "run_plan"]
 
 _NOWHERE = Place()
 # What a sequence is taken to be where only numbers are given.
@@ -128,16 +130,37 @@ class Method:
 
 
 @dataclass(frozen=True)
+class Wanted:
+    """What to do with it, beside a plan's report: one of the first three, and files for what they find."""
+
+    compare: bool = False
+    search: bool = False
+    simulate: bool = False
+    write: Path | None = None
+    html: Path | None = None
+
+    def check(self) -> None:
+        """Raise :class:`ConfigError` for what does not go together."""
+        if self.write is not None and not self.search:
+            raise ConfigError(f"--write {self.write} without --search: there is no chosen plan to write")
+        if self.html is not None and not self.compare:
+            raise ConfigError(f"--html {self.html} without --compare: there are no variants to plot")
+        asked = [f"--{name}" for name in ("compare", "search", "simulate") if getattr(self, name)]
+        if asked == ["--compare", "--search"]:
+            raise ConfigError("--compare and --search were both given; the search says what it chose among")
+        if len(asked) > 1:
+            raise ConfigError(f"{' and '.join(asked)} were given; take one of them")
+
+
+@dataclass(frozen=True)
 class Asked:
-    """Everything that was asked: ``model`` or ``numbers``, and what to do with it."""
+    """Everything that was asked: ``model`` or ``numbers``, and what is ``wanted`` of it."""
 
     machine: Machine
     method: Method
     model: str | None = None
     numbers: dict[str, Any] | None = None
-    compare: bool = False
-    search: bool = False
-    write: Path | None = None
+    wanted: Wanted = Wanted()
 
     def subject(self) -> Subject:
         """What is planned for."""
@@ -156,24 +179,24 @@ class Asked:
 
 def run_plan(asked: Asked, console: Console) -> dict[str, Any]:
     """Do what was asked, show it on ``console``, and return it as the JSON object that ``docs/planner.md`` describes."""
-    if asked.write is not None and not asked.search:
-        raise ConfigError(f"--write {asked.write} without --search: there is no chosen plan to write")
-    if asked.compare and asked.search:
-        raise ConfigError("--compare and --search were both given; the search says what it chose among")
+    wanted = asked.wanted
+    wanted.check()
     cluster = asked.machine.cluster()
     plan = asked.method.plan(cluster)
     subject, work = asked.subject(), asked.method.work(plan)
+    if wanted.simulate:
+        return _simulate(subject, plan, cluster, work, console)
     activations, said = activations_of(subject, plan, work)
     question = Question(subject, cluster, plan, work, activations)
-    if asked.compare:
-        return _compare(question, said, console)
+    if wanted.compare:
+        return _compare(question, said, wanted.html, console)
     chosen: list[str] = []
-    if asked.search:
+    if wanted.search:
         found, chosen = fastest(question, asked.method.batch_size)
         plan, work = found.choice.plan(plan), found.choice.work(work)
-        if asked.write is not None:
-            write_config(asked.write, as_config(found.choice, question.base, chosen))
-            chosen = [*chosen, f"written to {asked.write}"]
+        if wanted.write is not None:
+            write_config(wanted.write, as_config(found.choice, question.base, chosen))
+            chosen = [*chosen, f"written to {wanted.write}"]
     report = {
         "model": {"name": subject.name, "parameters": subject.parameters, "units": len(subject.units(plan))},
         "cluster": _cluster(cluster),
@@ -201,12 +224,34 @@ def _assumed(asked: Asked) -> Iterator[str]:
         yield "GPUs are a100-80g (--gpu)"
 
 
-def _compare(question: Question, said: list[str], console: Console) -> dict[str, Any]:
+def _compare(question: Question, said: list[str], html: Path | None, console: Console) -> dict[str, Any]:
     found = list(compare(question))
     show_comparison(found, question.cluster.gpu.memory, console)
     for line in said:
         console.print(f"[dim]assumed: {line}[/dim]", highlight=False)
-    return {"cluster": _cluster(question.cluster), "variants": [_found(one) for one in found], "assumptions": said}
+    if html is not None:
+        title = f"{question.subject.name} on {_cluster(question.cluster)['text']}"
+        work = f"micro-batches of {question.work.batch} x {question.work.seq} tokens"
+        write_page(html, page(title, work, [_variant(question, one) for one in found], question.cluster.gpu.memory, said))
+        console.print(f"written to {html}", highlight=False)
+    variants = [{**_found(one), **dict(zip(("traffic", "time"), question.moves(one), strict=True))} for one in found]
+    return {"cluster": _cluster(question.cluster), "variants": variants, "assumptions": said}
+
+
+def _variant(question: Question, found: Found) -> Variant:
+    """``found`` as the page shows it."""
+    peaks = found.costs.peak
+    elsewhere = {tier: peak.total for tier, peak in peaks.items() if tier != "device"}
+    return Variant(found.choice.settings, peaks["device"].then, elsewhere, found.costs.over, *question.moves(found))
+
+
+def _simulate(subject: Subject, plan: Plan, cluster: Cluster, work: Work, console: Console) -> dict[str, Any]:
+    if not isinstance(subject, Built):
+        raise ConfigError(f"--simulate runs a model's engine, and {subject.name} are numbers: name a model")
+    found = simulate(subject, plan, cluster, work)
+    show_simulation(found, cluster, console)
+    return {"model": {"name": subject.name, "parameters": subject.parameters}, "cluster": _cluster(cluster),
+            "plan": _plan(plan, work), **found.report()}  # fmt: skip
 
 
 def _found(found: Found) -> dict[str, Any]:

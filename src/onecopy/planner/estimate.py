@@ -19,7 +19,8 @@ from onecopy.plan.layout import Mesh, Tier
 from onecopy.planner.subject import Shape
 from onecopy.schedule.lower import Schedule
 from onecopy.schedule.ops import Group
-from onecopy.schedule.predict import each_op, link, moments, resident
+from onecopy.schedule.predict import each_op, link
+from onecopy.schedule.rest import moments, resident
 
 __all__ = ["Work", "crossing", "estimate", "split"]
 

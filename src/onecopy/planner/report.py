@@ -15,9 +15,11 @@ from onecopy.planner.subject import Shape
 from onecopy.report.measure import human_count
 from onecopy.schedule.lower import Facts, Schedule, lower
 from onecopy.schedule.messages import exchange_bytes
-from onecopy.schedule.predict import Peak, Saved, moved, peaks, resident, traffic
+from onecopy.schedule.predict import moved, peaks, traffic
+from onecopy.schedule.rest import resident
+from onecopy.schedule.walk import Peak, Saved
 
-__all__ = ["Costs", "costs", "human_gb", "plan_report", "schedule_for"]
+__all__ = ["Costs", "costs", "human_gb", "plan_report", "schedule_for", "traffic_on"]
 
 _WORK = Work()
 STATES = ("parameter", "gradient", "master", "moments")
@@ -94,7 +96,7 @@ def plan_report(
         "per_rank": ranks,
         "peak": {tier: {"at": peak.at, "holds": peak.then} for tier, peak in found.peak.items()},
         "per_node": {tier: _per_node(ranks, tier, cluster) for tier in ("host", "disk")},
-        "traffic": _traffic(schedule, cluster),
+        "traffic": traffic_on(schedule, cluster),
         "time": {name: value for name, value in time.items() if name != "assumptions"},
         "assumptions": [*_counted(activations), *time["assumptions"]],
         "fits": found.fits,
@@ -110,7 +112,8 @@ def _per_node(ranks: Mapping[str, Mapping[str, int]], tier: str, cluster: Cluste
     return found or dict.fromkeys((*STATES, "peak"), 0)
 
 
-def _traffic(schedule: Schedule, cluster: Cluster) -> dict[str, Any]:
+def traffic_on(schedule: Schedule, cluster: Cluster) -> dict[str, Any]:
+    """What a rank sends and moves in a step, by link."""
     collectives, links = traffic(schedule), moved(schedule, 0)
     inside = between = 0
     for entry in collectives.values():

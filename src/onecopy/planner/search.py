@@ -13,11 +13,11 @@ from onecopy.plan.plan import Plan
 from onecopy.plan.presets import low_precision, offload, stage
 from onecopy.planner.activations import Activations
 from onecopy.planner.estimate import Work, estimate
-from onecopy.planner.report import Costs, costs, human_gb, schedule_for
+from onecopy.planner.report import Costs, costs, human_gb, schedule_for, traffic_on
 from onecopy.planner.subject import Subject
 from onecopy.planner.subject import facts as facts_of
 from onecopy.report.measure import human_count
-from onecopy.schedule.predict import Saved
+from onecopy.schedule.walk import Saved
 
 __all__ = ["Choice", "Found", "Question", "cheapest_change", "compare", "fastest"]
 
@@ -116,6 +116,12 @@ class Question:
         saved = self.activations.saved(work.batch, work.recompute) if self.activations is not None else Saved()
         time = estimate(schedule, self.cluster, work, self.subject.shape)
         return Found(choice, costs(schedule, self.cluster, saved), time.get("tokens_per_second"))
+
+    def moves(self, found: Found) -> tuple[dict[str, Any], dict[str, Any]]:
+        """What a step of ``found`` sends and moves, and its seconds by what takes them; empty where not known."""
+        schedule = self._schedules[replace(found.choice, batch=1, recompute=False)]
+        time = estimate(schedule, self.cluster, found.choice.work(self.work), self.subject.shape)
+        return traffic_on(schedule, self.cluster), {key: value for key, value in time.items() if key != "assumptions"}
 
     def largest(self, choice: Choice) -> Found | None:
         """``choice`` with the largest micro-batch that fits; None when not even one sequence does. Without activations

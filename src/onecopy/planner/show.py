@@ -8,11 +8,13 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from onecopy.cluster import Cluster
 from onecopy.planner.report import STATES, human_gb
 from onecopy.planner.search import Found
+from onecopy.planner.simulate import Simulation
 from onecopy.report.measure import human_count
 
-__all__ = ["show_comparison", "show_report"]
+__all__ = ["show_comparison", "show_report", "show_simulation"]
 
 _BAR = 15
 _TIMES = {
@@ -98,6 +100,31 @@ def show_comparison(found: Iterable[Found], memory: int, console: Console) -> No
             f"[red]{lacks}[/red]" if lacks else "nothing: fits",
         )
     console.print(table)
+
+
+_SHOWN = 12  # collectives at the start and at the end of a step that are shown
+
+
+def show_simulation(found: Simulation, cluster: Cluster, console: Console) -> None:
+    """A simulated step: its collectives in order with the memory that was held, and that all was as predicted."""
+    table = Table(title=f"One step of rank 0 of {cluster.ranks}", title_justify="left")
+    for name in ("", "collective", "unit", "sent", "ranks", "held"):
+        table.add_column(name, justify="left" if name in ("collective", "unit") else "right")
+    for at, op in enumerate(found.sent, 1):
+        if _SHOWN < at <= len(found.sent) - _SHOWN:
+            if at == _SHOWN + 1:
+                table.add_row("...")
+            continue
+        table.add_row(str(at), op.kind, op.unit, human_gb(op.bytes), f"{op.ranks:,}", human_gb(op.held))
+    console.print(table)
+    order = "and so is their order" if found.in_order else "in the order that the engine learnt from the model"
+    peak, said = human_gb(found.measured["peak"]["device"]["total"]), human_gb(found.expected)
+    console.print(
+        f"All {len(found.sent)} collectives are as predicted, {order}. States and buffers at the peak: {peak}, and {said} "
+        f"predicted.\n"
+        f"Python: {found.python:.3g} s for a step, {found.bare:.3g} s of them for the same passes without an engine",
+        highlight=False,
+    )
 
 
 def _bar(size: int, memory: int) -> str:

@@ -15,7 +15,7 @@ from torch import nn
 
 from onecopy.errors import ConfigError, PlanError
 from onecopy.plan.plan import Plan
-from onecopy.planner.activations import Activations, by_formula, trace
+from onecopy.planner.activations import Activations, Traced, by_formula
 from onecopy.planner.estimate import Work
 from onecopy.planner.subject import Built, Numbers, Shape, Subject, facts_from_model
 
@@ -129,14 +129,16 @@ def _line(error: BaseException) -> str:
 
 
 def activations_of(subject: Subject, plan: Plan, work: Work) -> tuple[Activations | None, list[str]]:
-    """The activations of one sample: traced where the model can run on meta, by the formula where its shape is known, else
+    """The activations of a micro-batch: traced where the model can run on meta, by the formula where its shape is known, else
     None; and what is to be said of that."""
     if work.seq is None:
         return None, []
     said: list[str] = []
     if isinstance(subject, Built):
         try:
-            return trace(subject, plan, work.seq, work.attention), said
+            traced = Traced(subject, plan, work.seq, work.attention)
+            traced.run(work.batch, work.recompute)
+            return traced, said
         except PlanError as error:
             said.append(f"activations could not be traced: {_line(error)}")
     if subject.shape is None:

@@ -39,7 +39,7 @@ def message_slots(schedule: Schedule) -> tuple[Slots, Slots]:
     units, buffers, spread, piece = schedule.plan.units, schedule.buffers, 0, 0
     for buffer in buffers:
         elements, wire, kept = buffer.layout.shard, itemsize(buffer.reduce_codec), itemsize(buffer.accumulate_codec)
-        if not on_shelf(buffer):
+        if not on_shelf(buffer) and (buffer.parameter_away or buffer.cut(buffer.row.optimizer)):
             spread = max(spread, elements * itemsize(buffer.dtype))
         if buffer.trainable:
             # What is reduced may be spread after, in the codec that sums are kept in.

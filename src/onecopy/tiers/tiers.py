@@ -33,7 +33,9 @@ class Tiers:
         self, device: torch.device, caps: Caps, disk: Disk | None = None, moved: Callable[[str, int], None] = _nowhere
     ) -> None:
         self.device = Memory("device", device, caps.device)
-        self.host = Memory("host", torch.device("cpu"), caps.host, pinned=device.type != "cpu")
+        # Beside an accelerator that is simulated the host is too.
+        host = device if device.type == "meta" else torch.device("cpu")
+        self.host = Memory("host", host, caps.host, pinned=device.type not in ("cpu", "meta"))
         self.account = Memory("disk", torch.device("cpu"))
         self.disk = disk
         # Told of bytes that move between tiers, by the link that they cross.
