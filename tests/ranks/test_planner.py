@@ -73,6 +73,10 @@ def test_the_planner_says_what_the_engine_says(tmp_path: Path, dtype: str | None
             assert {kind: report["per_rank"][tier][kind] for kind in kinds} == kinds, name
         for tier, kinds in theirs["peak"].items():
             assert report["per_rank"][tier]["peak"] == kinds["total"], name
+        if name.endswith(", device"):
+            found = said[name]["measured"]["peak"]["device"]["total"]
+            assert theirs["peak"]["device"]["total"] == pytest.approx(found, rel=0.02), name
+            assert theirs["resident"] == said[name]["measured"]["resident"], name
         sent = sum(op["bytes"] for op in said[name]["measured"]["collectives"].values())
         assert report["traffic"]["intra_node"] + report["traffic"]["inter_node"] == sent, name
         moved = said[name]["measured"]["moved"]

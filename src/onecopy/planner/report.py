@@ -134,7 +134,7 @@ def _counted(activations: Activations | None) -> list[str]:
         return ["activations are not counted: give --seq and the model's shape"]
     if activations.how == "formula":
         return ["activations by a closed formula (Korthikanti et al. 2022)"]
-    return ["activations traced through the model's forward; temporaries of single operations are not counted"]
+    return ["activations traced through the model's forward and backward; what kernels take for themselves is not counted"]
 
 
 def _why(found: Costs, ranks: Mapping[str, Mapping[str, int]], cluster: Cluster) -> list[str]:
@@ -147,7 +147,8 @@ def _why(found: Costs, ranks: Mapping[str, Mapping[str, int]], cluster: Cluster)
         if not need:
             continue
         if room is None:
-            said.append(f"{tier}: {human_gb(need)} needed on {of}; how much there is was not said")
+            option = {"host": "--host-memory", "disk": "--nvme"}[tier]
+            said.append(f"{tier}: {human_gb(need)} needed on {of}; not checked, as {option} was not given")
         elif tier in found.over:
             peak = found.peak.get(tier) or found.peak["device"]
             largest = sorted(peak.then.items(), key=lambda item: -item[1])[:3]

@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from onecopy.engine.unit import UnitModules
+from onecopy.planner.fold import Fold, folded, unfold
 from onecopy.schedule.walk import Saved, Stretch
 
 __all__ = ["OnMeta", "checkpointed", "record", "roots", "run_backward"]
@@ -80,6 +81,7 @@ class _Tape(TorchDispatchMode):
         self._unit = ""
         self.stretches: list[Stretch] = []
         self.backward = False
+        self.marks: dict[nn.Module, tuple[Fold, int]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
@@ -109,6 +111,16 @@ class _Tape(TorchDispatchMode):
             self.stretches.append(Stretch(self._unit or unit, before, self._live, filled))
         self._unit, self._peak, self._before = unit, self._live, None
 
+    def mark(self, entry: nn.Module) -> None:
+        """``entry`` begins: where folds begin and end."""
+        if entry in self.marks:
+            fold, place = self.marks[entry]
+            # Forward it comes before the last block, backward before the first.
+            if self.backward and place < 2:
+                fold.backward.append(len(self.stretches))
+            elif not self.backward and place != 1:
+                fold.forward.append(len(self.stretches))
+
     def arrived(self, unit: str) -> None:
         """A gradient of a parameter of ``unit`` is there."""
         if unit != self._unit:
@@ -132,6 +144,24 @@ def record(
     flash: bool,
     recompute: bool,
 ) -> Saved:
+    """See :func:`_record`; a long list of equal blocks is run as three of them where that comes out even."""
+    how = {"flash": flash, "recompute": recompute}
+    saved = _record(model, units, given, dtype, **how, fold=True)
+    whole = saved if saved is not None else _record(model, units, given, dtype, **how, fold=False)
+    assert whole is not None
+    return whole
+
+
+def _record(
+    model: nn.Module,
+    units: list[UnitModules],
+    given: Mapping[str, Any] | tuple[Any, ...],
+    dtype: torch.dtype | None,
+    *,
+    flash: bool,
+    recompute: bool,
+    fold: bool,
+) -> Saved | None:
     """The activations of a forward and a backward pass of ``model`` with the arguments ``given``, parameters in ``dtype``.
 
     The gradient of a parameter lives until the engine's hook has taken it. Where the model returns no single number its
@@ -139,23 +169,27 @@ def record(
     model's own code on the meta device go through.
     """
     args, kwargs = ((), dict(given)) if isinstance(given, Mapping) else (given, {})
+    home = {entry: unit.name for unit in units for entry in unit.entries}
     with ExitStack() as stack:
+        folds = stack.enter_context(folded(model, home, fold))
         made = stack.enter_context(_in_dtype(model, dtype))
         tape = _Tape([*made.values(), *(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor))])
         stack.enter_context(checkpointed(model, recompute))
         for unit in units:
             for entry in unit.entries:
                 _follow(entry, unit.name, tape, stack)
-            for param in unit.params:
-                if (cast := made[id(param)]).requires_grad:
+            for cast in (made[id(param)] for param in unit.params if id(param) in made):
+                if cast.requires_grad:
                     stack.callback(cast.register_post_accumulate_grad_hook(partial(_take, tape, unit.name)).remove)
+        tape.marks = {block: (one, place) for one, *others in folds for place, block in enumerate((one.block, *others))}
         stack.enter_context(OnMeta(flash))
         stack.enter_context(tape)
         out = model(*args, **kwargs)
         forward = tape.turn()
         tape.backward = True
         run_backward(roots(out))
-        return Saved(forward, tape.turn())
+        saved = Saved(forward, tape.turn())
+        return unfold(saved, [one for one, *_ in folds]) if folds else saved
 
 
 def _take(tape: _Tape, unit: str, param: Tensor) -> None:
@@ -167,10 +201,15 @@ def _follow(entry: nn.Module, unit: str, tape: _Tape, stack: ExitStack) -> None:
     """Cut the tape where ``entry`` is entered and left, forward and backward."""
     outer: list[str] = []
 
+    def reached(gradient: Tensor) -> None:
+        tape.cut(unit)
+        tape.mark(entry)
+
     def enter(*_: Any) -> None:
         if not tape.backward:
             outer.append(tape._unit)
             tape.cut(unit)
+            tape.mark(entry)
 
     def leave(module: nn.Module, args: Any, out: Any) -> None:
         if tape.backward:
@@ -178,7 +217,7 @@ def _follow(entry: nn.Module, unit: str, tape: _Tape, stack: ExitStack) -> None:
         tape.cut(outer.pop() or unit)
         for tensor in tree_leaves(out):
             if isinstance(tensor, Tensor) and tensor.requires_grad:
-                tensor.register_hook(lambda gradient: tape.cut(unit))
+                tensor.register_hook(reached)
 
     stack.callback(entry.register_forward_pre_hook(enter).remove)
     stack.callback(entry.register_forward_hook(leave).remove)
