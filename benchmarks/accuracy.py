@@ -47,6 +47,7 @@ MODELS = {
     "4m": (GPTConfig(layers=4, heads=4, width=256, context=SEQ, vocab=4096), 2),
     "14m": (GPTConfig(layers=6, heads=6, width=384, context=SEQ, vocab=8192), 1),
     "30m": (GPTConfig(layers=8, heads=8, width=512, context=SEQ, vocab=8192), 1),
+    "1.3b": (GPTConfig(layers=24, heads=16, width=2048, context=2048, vocab=50304), 2),  # for gpu_accuracy.py
 }
 MB = 1e6
 M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD = -1, -2, -3  # malloc.h
@@ -80,27 +81,29 @@ class Case:
         return f"{self.model} stage {self.stage} {self.dtype} x{self.accumulation}{again} on {self.ranks}"
 
 
-def predict(case: Case) -> dict[str, Any]:
-    """What the planner says, from the model on the meta device."""
+def predict(case: Case, kind: str = "cpu") -> dict[str, Any]:
+    """What the planner says of ranks on ``kind``, from the model on the meta device."""
     with torch.device("meta"):
         model = case.build()
-    subject, plan, cluster = facts_from_model(model, inputs=guess_inputs(model)), case.plan, Cluster(gpu("cpu"), case.ranks)
-    known, work = facts(subject, plan, case.ranks), Work(case.batch, SEQ, case.recompute)
-    traced = Traced(subject, plan, SEQ)
+    subject, plan, cluster = facts_from_model(model, inputs=guess_inputs(model)), case.plan, Cluster(gpu(kind), case.ranks)
+    seq = MODELS[case.model][0].context
+    known, work = facts(subject, plan, case.ranks), Work(case.batch, seq, case.recompute)
+    traced = Traced(subject, plan, seq)
     traced.run(case.batch, False)
     states = plan_report(known, plan, cluster, work)
     # The model checkpoints its own blocks, which the trace sees.
-    whole = plan_report(known, plan, cluster, Work(case.batch, SEQ, False), traced)
+    whole = plan_report(known, plan, cluster, Work(case.batch, seq, False), traced)
     schedule = schedule_for(plan, known, cluster)
     spread, piece = message_slots(schedule)
     shelf = sum(b.layout.shard * getattr(torch, b.dtype).itemsize for b in schedule.buffers if on_shelf(b))
+    # Every peer's messages and shards, and of what peers send to several ranks this rank's part.
+    mapped = (case.ranks - 1) * (spread.bytes + shelf) + piece.bytes
     device = states["per_rank"]["device"]
     return {
         "owned": {kind: device[kind] for kind in ("parameter", "gradient", "master", "moments")},
         "sent": states["traffic"]["collectives"],
         "accounted": device["peak"],
-        # Every peer's messages and shards, and of what peers send to all this rank's part.
-        "process": whole["per_rank"]["device"]["peak"] + (case.ranks - 1) * (spread.bytes + shelf) + piece.bytes,
+        "process": whole["per_rank"]["device"]["peak"] + (mapped if case.ranks > 1 else 0),
         "at": whole["peak"]["device"]["at"],
         "activations": whole["per_rank"]["device"].get("activations", 0),
         "time": states["time"],
@@ -239,7 +242,7 @@ def cases(args: argparse.Namespace) -> Iterator[Case]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", nargs="+", default=list(MODELS), choices=list(MODELS))
+    parser.add_argument("--models", nargs="+", default=["4m", "14m", "30m"], choices=list(MODELS))
     parser.add_argument("--ranks", nargs="+", type=int, default=[2, 4])
     parser.add_argument("--stages", nargs="+", type=int, default=[0, 1, 2, 3])
     parser.add_argument("--dtypes", nargs="+", default=["fp32", "bf16"])

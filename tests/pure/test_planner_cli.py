@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import sys
-from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 import torch
@@ -88,40 +88,15 @@ def test_compare(plan: Cli) -> None:
     assert code == 0 and "█" in out
 
 
-class Page(HTMLParser):
-    """The parts of a page: text, tips and bars, and every address it names."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.open: list[str] = []
-        self.texts: list[str] = []
-        self.addresses: list[str | None] = []
-        self.bars = 0
-        self.feed(text)
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.bars += tag == "rect"
-        self.addresses += [value for key, value in attrs if key in ("src", "href", "xlink:href", "action")]
-        if tag not in ("meta", "line"):
-            self.open.append(tag)
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open[-1:] in ([tag], ["rect"]) or tag in self.open
-        while self.open and self.open.pop() != tag:
-            pass
-
-    def handle_data(self, data: str) -> None:
-        self.texts.append(data)
-
-
 def test_compare_as_a_page(plan: Cli, tmp_path: Path) -> None:
     """Everything that the JSON says of every variant is on one page that needs nothing else."""
     file = tmp_path / "page.html"
     found = plan.json("--params", "1B", "--gpus", "2", "--gpu", "24GB", "--nvme", "2TB", "--compare", "--html", str(file))
     text = file.read_text()
-    page = Page(text)
-    assert not page.open and not page.addresses and "http" not in text and "<script" not in text
-    words = set(page.texts)
+    page = ElementTree.fromstring(text)
+    assert "http" not in text and not {"script", "link", "img", "iframe"} & {part.tag for part in page.iter()}
+    assert not [key for part in page.iter() for key in part.attrib if key in ("src", "href")]
+    words = set(page.itertext())
     for one in found["variants"]:
         assert one["plan"].rpartition(", micro-batch")[0] in words
         assert human_gb(one["per_rank"]["device"]["peak"]) in words
@@ -129,7 +104,7 @@ def test_compare_as_a_page(plan: Cli, tmp_path: Path) -> None:
         assert f"{one['time']['step']:.3g} s" in words
         for tier, size in one["lacks"].items():
             assert any(f"{tier} {human_gb(size)}" in word for word in words)
-    assert page.bars > 4 * len(found["variants"])
+    assert len(list(page.iter("svg"))) == 4 and len(list(page.iter("rect"))) > 4 * len(found["variants"])
     code, _, err = plan("--params", "1B", "--compare", "--html", str(tmp_path / "no" / "page.html"))
     assert code == 2 and "cannot be written" in err
 

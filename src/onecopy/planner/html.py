@@ -58,7 +58,7 @@ def page(title: str, subtitle: str, variants: Sequence[Variant], room: int, note
         _section("In numbers", _table(variants)),
         "".join(f'<p class="note">assumed: {escape(note)}</p>' for note in notes),
     ]
-    head = f'<meta charset="utf-8"><title>{escape(title)}</title><style>{_STYLE}</style>'
+    head = f'<meta charset="utf-8"/><title>{escape(title)}</title><style>{_STYLE}</style>'
     body = "\n".join(part for part in parts if part)
     return f'<!DOCTYPE html>\n<html lang="en"><head>{head}</head>\n<body>\n{body}\n</body></html>\n'
 
