@@ -171,7 +171,7 @@ class Stepper:
         self._tiles.check_groups()
         try:
             with self._run.writing(), torch.no_grad():
-                self._step_units(verdict, factor)
+                self._tiles.whole_step(partial(self._step_units, verdict, factor))
         except BaseException as error:  # Ctrl-C too
             self.torn = f"{type(error).__name__}: {error}"
             self.discard()
