@@ -168,9 +168,25 @@ class Tiles:
                 "made; close the engine and initialize again with the new groups"
             )
 
-    def step(self, tiles: list[tuple[Borrowed, torch.Tensor, dict[Slot, bool]]]) -> None:
+    def as_set_now(self) -> Optimizer:
+        """Another optimizer over the same states, whose options stay as they are now when those of the user's change."""
+        twin: Optimizer = object.__new__(type(self.optimizer))
+        twin.__dict__.update(self.optimizer.__dict__)
+        twin.param_groups = [{**group, "params": []} for group in self.optimizer.param_groups]
+        self.optimizer._opt_called = True  # type: ignore[attr-defined] # LRScheduler looks whether there was a step
+        return twin
+
+    def states_stepped(self) -> list[Held]:
+        """The weights of every buffer, as they are stepped."""
+        return [weights.state for weights in self.pieces]
+
+    def step(
+        self, tiles: list[tuple[Borrowed, torch.Tensor, dict[Slot, bool]]], optimizer: Optimizer | None = None
+    ) -> None:
         """Step ``tiles``, each with its gradient in the weights' dtype and the slots that any rank used; a parameter
-        nobody used is left alone, as torch leaves one whose grad is None. What was borrowed is still to be given back."""
+        nobody used is left alone, as torch leaves one whose grad is None. What was borrowed is still to be given back.
+        ``optimizer``: one that was made by :meth:`as_set_now`, in place of the user's."""
+        optimizer = optimizer if optimizer is not None else self.optimizer
         shown: list[list[nn.Parameter]] = [[] for _ in self.optimizer.param_groups]
         for borrowed, gradient, used in tiles:
             self._attach(borrowed)
@@ -183,8 +199,8 @@ class Tiles:
         new = [[param for param in params if not self._has_state(param)] for params in shown]
         for kind in (known, new):
             if any(kind):
-                with showing(self.optimizer, kind):
-                    self._kernel(self.optimizer)
+                with showing(optimizer, kind):
+                    self._kernel(optimizer)
         for params in shown:
             for param in params:
                 param.grad = None
