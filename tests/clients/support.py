@@ -74,7 +74,8 @@ class Tokens(Dataset[dict[str, Any]]):
         return len(self.rows)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        return {"input_ids": self.rows[index], "labels": self.rows[index], "attention_mask": torch.ones_like(self.rows[index])}
+        row = self.rows[index]
+        return {"input_ids": row, "labels": row, "attention_mask": torch.ones_like(row)}
 
 
 def ds_config(stage: int, **more: Any) -> dict[str, Any]:

@@ -1,8 +1,9 @@
 """What a sharded parameter answers when a program asks it for DeepSpeed's attributes: ``param.ds_id`` and so on.
 
-They are properties of ``torch.nn.Parameter`` that exist only on parameters which are cut over the ranks (``hasattr`` is
-False on all others, also on those of stages 0 to 2), and they say what is true at the moment of asking. The parameter's
-own ``shape`` stays its true shape; ``ds_shape`` is the same.
+They are properties of ``torch.Tensor`` that exist only on parameters which are cut over the ranks (``hasattr`` is False on
+all other tensors, also on parameters of stages 0 to 2), and they say what is true at the moment of asking. The
+parameter's own ``shape`` stays its true shape; ``ds_shape`` is the same. What autograd hands a backward function in the
+place of a parameter that it saved is another tensor over the gathered values: it has ``ds_status``, AVAILABLE.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from onecopy.comm import watch
 from onecopy.comm.groups import world_size
 from onecopy.engine.deferred import BornHome
 from onecopy.engine.home import ParameterHome
@@ -37,12 +39,21 @@ _ids: WeakKeyDictionary[Home, int] = WeakKeyDictionary()
 _count = itertools.count()
 
 
-def _home(param: nn.Parameter, name: str) -> Home:
+def _home(param: torch.Tensor, name: str) -> Home:
     home: Home | None = param.__dict__.get(HOME)
-    cut = isinstance(home, BornHome) or (isinstance(home, ParameterHome) and home.weights.away)
-    if home is None or not cut:
-        raise AttributeError(f"{type(param).__name__!r} object has no attribute {name!r}: it is not sharded")
-    return home
+    if isinstance(home, BornHome):
+        return home
+    if isinstance(home, ParameterHome) and not home.weights.spec.row.parameter.rest.replicated:
+        return home
+    raise AttributeError(f"{type(param).__name__!r} object has no attribute {name!r}: it is not a sharded parameter")
+
+
+def _saved(tensor: torch.Tensor) -> bool:
+    """Is ``tensor`` a view of a buffer that an engine has gathered?"""
+    if HOME in tensor.__dict__ or tensor.layout is not torch.strided:
+        return False
+    at = tensor.untyped_storage()._cdata
+    return any(at in engine._core.gathering.storages for engine in watch.engines)
 
 
 def is_cut(param: torch.Tensor) -> bool:
@@ -60,6 +71,10 @@ def _status(home: Home) -> ZeroParamStatus:
     return ZeroParamStatus.AVAILABLE if home.present else ZeroParamStatus.NOT_AVAILABLE
 
 
+def _status_of(tensor: torch.Tensor) -> ZeroParamStatus:
+    return ZeroParamStatus.AVAILABLE if _saved(tensor) else _status(_home(tensor, "ds_status"))
+
+
 def _rank() -> int:
     return dist.get_rank() if world_size() > 1 else 0
 
@@ -68,7 +83,6 @@ _ANSWERS: dict[str, Callable[[Home], Any]] = {
     "ds_id": _id,
     "ds_shape": lambda home: home.shape,
     "ds_numel": lambda home: home.shape.numel(),
-    "ds_status": _status,
     "ds_tensor": lambda home: home.local()[0],
     "ds_persist": lambda home: False,
     "ds_active_sub_modules": lambda home: set(),
@@ -85,26 +99,27 @@ def _property(name: str, answer: Callable[[Home], Any]) -> property:
 def _method(name: str, call: Callable[..., Any]) -> property:
     """A method that exists only on parameters that are cut."""
 
-    def bound(param: nn.Parameter) -> Callable[..., Any]:
+    def bound(param: torch.Tensor) -> Callable[..., Any]:
         home = _home(param, name)
         return lambda *args, **kwargs: call(param, home, *args, **kwargs)
 
     return property(bound)
 
 
-def _partition_numel(param: nn.Parameter, home: Home) -> int:
+def _partition_numel(param: torch.Tensor, home: Home) -> int:
     """Elements that a rank keeps at most."""
     return -(-home.shape.numel() // world_size())
 
 
-def _summary(param: nn.Parameter, home: Home, *_: Any, **__: Any) -> dict[str, Any]:
+def _summary(param: torch.Tensor, home: Home, *_: Any, **__: Any) -> dict[str, Any]:
     return {"id": _id(home), "status": _status(home).name, "numel": home.shape.numel(), "shape": tuple(home.shape)}
 
 
 def _install(names: Iterable[tuple[str, property]]) -> None:
     for name, value in names:
-        setattr(nn.Parameter, name, value)
+        setattr(torch.Tensor, name, value)
 
 
 _install((name, _property(name, answer)) for name, answer in _ANSWERS.items())
+_install([("ds_status", property(_status_of))])
 _install([("partition_numel", _method("partition_numel", _partition_numel)), ("ds_summary", _method("ds_summary", _summary))])
