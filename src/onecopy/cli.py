@@ -131,13 +131,21 @@ def launch(
     master_port: Annotated[
         int | None, typer.Option("--master_port", "--master-port", help="Port on host 0 (default: a free one)")
     ] = None,
+    as_deepspeed: Annotated[
+        bool, typer.Option("--as-deepspeed", help="The name deepspeed means onecopy.deepspeed, in the script and below.")
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Run a script of your own on several ranks, with torchrun underneath."""
     if not module and not Path(script).is_file():
         raise ConfigError(f"script {script!r} does not exist; a module is run with --module {script}")
     ranks, nodes = place(hostfile, node_rank, nproc, master_port, master_addr)
-    outcome = run_ranks([*(["-m"] if module else []), script, *(args or [])], ranks, nodes)
+    variables: dict[str, str] = {}
+    if as_deepspeed:
+        from onecopy.deepspeed.alias import environment  # the other commands need none of it
+
+        variables = environment()
+    outcome = run_ranks([*(["-m"] if module else []), script, *(args or [])], ranks, nodes, variables)
     if outcome.failure is not None and outcome.failure.nothing_to_run:
         raise ConfigError(f"--module {script} cannot be run: {outcome.failure.message}")
     if outcome.exit_code:

@@ -19,10 +19,27 @@ import onecopy
 from onecopy import schedules as lr_schedules
 from onecopy.comm import meeting
 from onecopy.comm.groups import world_size
-from onecopy.deepspeed import comm, ops, utils, zero
+from onecopy.deepspeed import (
+    accelerator,
+    checkpoint,
+    checkpointing,
+    comm,
+    git_version_info,
+    ops,
+    params,
+    runtime,
+    utils,
+    zero,
+)
+from onecopy.deepspeed.accelerator import get_accelerator
 from onecopy.deepspeed.comm import init_distributed
 from onecopy.deepspeed.data import make_dataloader
 from onecopy.deepspeed.engine import DeepSpeedEngine, Settings
+from onecopy.deepspeed.runtime.base_optimizer import DeepSpeedOptimizer
+from onecopy.deepspeed.utils.logging import log_dist, logger
+from onecopy.deepspeed.version import git_branch as __git_branch__
+from onecopy.deepspeed.version import git_hash as __git_hash__
+from onecopy.deepspeed.version import version
 from onecopy.errors import ConfigError
 from onecopy.plan.config import DEEPSPEED, load_config, read_config
 from onecopy.plan.offload_keys import DEVICES
@@ -30,10 +47,12 @@ from onecopy.plan.plan import Plan
 from onecopy.recipes import build_optimizer
 
 __all__ = [
-    "DeepSpeedEngine", "add_config_arguments", "comm", "init_distributed", "initialize", "lr_schedules", "ops",
-    "utils", "zero",
+    "DeepSpeedEngine", "DeepSpeedOptimizer", "accelerator", "add_config_arguments", "checkpoint", "checkpointing", "comm",
+    "get_accelerator", "git_version_info", "init_distributed", "initialize", "log_dist", "logger", "lr_schedules", "ops",
+    "params", "runtime", "utils", "version", "zero",
 ]  # fmt: skip
 
+__version__ = version
 ConfigSource = str | os.PathLike[str] | Mapping[str, Any]
 
 
@@ -91,6 +110,8 @@ def initialize(
             loader = make_dataloader(training_data, **share, collate_fn=collate_fn, drop_last=drop_last)
         return given, chosen, loader
 
+    if rank == 0:
+        logger.info("DeepSpeed info: version=%s, git-hash=%s, git-branch=%s", version, __git_hash__, __git_branch__)
     given, (plan, make_optimizer, scheduler), loader = meeting.all_or_none(prepare)
     engine = onecopy.initialize(model, plan, optimizer=make_optimizer, scheduler=scheduler, engine_class=DeepSpeedEngine)
     section = given.get("zero_optimization") or {}
