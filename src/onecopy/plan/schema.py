@@ -89,6 +89,7 @@ _LENT = (
 _THREADS = "threads read and write with one request each, past the page cache and without libaio"
 
 
+_STEPS = "onecopy.StepPolicy(when=...) steps on the host beside training"
 _FOLDER = "folder of the disk tier, for device nvme, the same in both sections; it has to exist when the engine is made"
 
 
@@ -108,7 +109,7 @@ class OffloadOptimizer(Section):
     fast_init: Annotated[Switch, Note("moments are made in the first step, so there is no start to make faster")] = False
     cpuadam_cores_perc: Annotated[float, checked(Number(0, 1)), Note("the step has OMP_NUM_THREADS threads")] = 0.8
     fast_readwrite: Annotated[Switch, Note(_LENT)] = False
-    super_offload: Annotated[bool, checked(Off((False,), "SuperOffload"))] = False
+    super_offload: Annotated[bool, checked(Off((False,), "SuperOffload", _STEPS))] = False
 
 
 class OffloadParam(Section):
@@ -187,7 +188,7 @@ class _ZeroAbsent(Section):
     zero_quantized_nontrainable_weights: Annotated[bool, checked(Off((False,), "quantised gathers"))] = False
     zero_quantized_gradients: Annotated[bool, checked(Off((False,), "quantised reductions"))] = False
     zeropp_loco_param: Annotated[Any, checked(Off((None,), "quantised reductions with error feedback"))] = None
-    zenflow: Annotated[Any, checked(Off((None,), "delayed optimizer steps (ZenFlow)"))] = None
+    zenflow: Annotated[Any, checked(Off((None,), "delayed optimizer steps by importance (ZenFlow)", _STEPS))] = None
 
 
 class _ZeroOld(Section):
