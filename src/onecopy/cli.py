@@ -13,6 +13,7 @@ import typer
 from rich.console import Console
 
 from onecopy import gpt
+from onecopy.checkpoint import cli as checkpoints
 from onecopy.cluster import quantity
 from onecopy.errors import ConfigError, OneCopyError
 from onecopy.launch import Outcome, default_ranks, place, run_ranks
@@ -192,6 +193,9 @@ def doctor(
     console.print(table(found))
     for note in notes(found):
         console.print(note, highlight=False)
+
+
+app.command()(checkpoints.export)
 
 
 def _bytes(option: str, text: str | None) -> int | None:

@@ -35,6 +35,9 @@ __all__ = [
     "utils", "zero",
 ]  # fmt: skip
 
+# May save_16bit_model make weights whole that are cut over ranks?
+_GATHERS = ("stage3_gather_16bit_weights_on_model_save", "stage3_gather_fp16_weights_on_model_save")
+
 _logger = logging.getLogger("onecopy")
 ConfigSource = str | os.PathLike[str] | Mapping[str, Any]
 
@@ -97,7 +100,8 @@ def initialize(
     if rank == 0 and plan.notes:
         _logger.warning("configuration keys without effect here:\n%s", "\n".join(plan.notes))
     section = given.get("zero_optimization") or {}
-    engine.settings = Settings(given, int(section.get("stage", 0)), ranks, rank)
+    gathers = any(bool(section.get(key)) for key in _GATHERS) or all(r.row.parameter.rest.replicated for r in plan.rules)
+    engine.settings = Settings(given, int(section.get("stage", 0)), ranks, rank, gathers)
     return engine, engine.optimizer, loader, engine.lr_scheduler
 
 

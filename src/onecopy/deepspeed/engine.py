@@ -2,27 +2,33 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
+from onecopy.checkpoint.export import save_weights
 from onecopy.deepspeed.comm import get_local_rank
 from onecopy.engine.engine import Engine
 from onecopy.errors import ConfigError
 
 __all__ = ["DeepSpeedEngine", "Settings"]
 
+_logger = logging.getLogger("onecopy")
+
 
 @dataclass(frozen=True)
 class Settings:
-    """What DeepSpeed's names ask of the configuration. ``config`` is the dict itself, as the user gave it."""
+    """What DeepSpeed's names ask of the configuration. ``config`` is the dict itself, as the user gave it; ``gathers``: may
+    the weights be made whole for ``save_16bit_model``."""
 
     config: dict[str, Any]
     stage: int
     world: int
     rank: int
+    gathers: bool = True
 
 
 class DeepSpeedEngine(Engine):
@@ -178,6 +184,32 @@ class DeepSpeedEngine(Engine):
             strict=load_module_strict,
         )
         return loaded.path, dict(loaded)
+
+    def save_16bit_model(
+        self,
+        save_dir: str | os.PathLike[str],
+        save_filename: str = "pytorch_model.bin",
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:
+        """Write the weights, in the dtype they compute in, and the buffers as one file; every rank must call it.
+
+        The file is what ``torch.load`` gives a plain model, or safetensors where ``save_filename`` ends so. Returns True; and
+        False, with nothing written, where the configuration cuts parameters over ranks (stage 3) and its
+        ``stage3_gather_16bit_weights_on_model_save`` is not true.
+        """
+        if not self.settings.gathers:
+            if self.settings.rank == 0:
+                _logger.warning(
+                    "%s is not written: zero_optimization.stage3_gather_16bit_weights_on_model_save is not true",
+                    os.path.join(save_dir, save_filename),
+                )
+            return False
+        save_weights(self, save_dir, save_filename, frozen=not exclude_frozen_parameters)
+        return True
+
+    def save_fp16_model(self, save_dir: str | os.PathLike[str], save_filename: str = "pytorch_model.bin") -> bool:
+        """:meth:`save_16bit_model` under its former name."""
+        return self.save_16bit_model(save_dir, save_filename)
 
     def destroy(self) -> None:
         """Detach from the model and drop open gradients."""
