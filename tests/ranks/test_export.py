@@ -19,6 +19,7 @@ import onecopy
 import onecopy.deepspeed
 from onecopy.checkpoint.export import Options, export_checkpoint
 from onecopy.checkpoint.sources import open_source
+from onecopy.deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from onecopy.errors import CheckpointError
 from tests.data.deepspeed_runs import Tiny, batch, groups
 from tests.ranks.checkpoints import adamw, refusal
@@ -115,6 +116,14 @@ def test_a_checkpoint_is_exported_to_the_same_bits(exported: tuple[Path, dict[st
     same(sorted((tmp_path / "b").glob("*.safetensors")), full)
     export_checkpoint(open_source(top / "saved", None), tmp_path / "c", Options(frozen=False))
     same([tmp_path / "c" / "model.safetensors"], expected, KEPT - {"frozen.weight", "frozen.bias"})
+
+
+def test_zero_to_fp32_reads_our_checkpoints(exported: tuple[Path, dict[str, Tensor]]) -> None:
+    top, expected = exported
+    state = get_fp32_state_dict_from_zero_checkpoint(top / "saved")
+    assert state.keys() == KEPT | {"head.weight"} and state["head.weight"] is state["emb.weight"]
+    for name in KEPT - {"counted"}:
+        assert torch.equal(state[name], expected.get(f"fp32 {name}", expected[name]).float()), name
 
 
 def test_a_damaged_checkpoint_leaves_nothing(exported: tuple[Path, dict[str, Tensor]], tmp_path: Path) -> None:

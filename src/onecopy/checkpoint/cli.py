@@ -37,7 +37,7 @@ def export(
 ) -> None:
     """Write plain weights, as from_pretrained reads them; of a PEFT model, its adapters."""
     options = Options(dtype_of(dtype), quantity(max_shard_size, "--max-shard-size", size=True), model_dir)
-    done = export_checkpoint(open_source(checkpoint, tag), out, options)
+    done = export_checkpoint(open_source(checkpoint, tag, optimizer_states=False), out, options)
     if as_json:
         typer.echo(json.dumps(asdict(done)))
         return

@@ -48,15 +48,20 @@ def dtype_of(name: str | torch.dtype | None) -> torch.dtype | None:
 
 @dataclass(frozen=True)
 class Options:
-    """How to export. ``dtype``: of floating-point parameters (default: that they compute in; buffers stay as they are);
-    ``limit``: bytes of the largest file; ``model_dir``: whose configuration and tokenizer go beside the weights;
-    ``frozen``: parameters that are not trained as well; ``adapters``: of a PEFT model the adapters alone."""
+    """How to export. ``dtype``: of floating-point parameters (default: that they compute in), and of buffers with
+    ``cast_buffers``; ``limit``: bytes of the largest file; ``beside``: configuration and tokenizer too, of the folder
+    ``model_dir`` or as recorded; ``frozen``: parameters that are not trained as well; ``adapters``: of a PEFT model the
+    adapters alone; ``pickled``: ``pytorch_model.bin`` instead of safetensors; ``replace``: files that are there."""
 
     dtype: torch.dtype | None = None
     limit: int | None = 5_000_000_000
     model_dir: str | None = None
     frozen: bool = True
     adapters: bool = True
+    beside: bool = True
+    cast_buffers: bool = False
+    pickled: bool = False
+    replace: bool = False
 
 
 @dataclass(frozen=True)
@@ -93,7 +98,9 @@ def _folders(described: list[_Described], recorded: Mapping[str, Any], options: 
     if not adapters:
         floating = [each.dtype for each in described if each.dtype.is_floating_point]
         dtype = floating[0] if floating else None
-        return {"": _whole(described, options.limit, model_files(recorded, options.model_dir, dtype))}
+        beside = model_files(recorded, options.model_dir, dtype) if options.beside else {}
+        whole = _whole(described, options.limit, beside)
+        return {"": replace(whole, stem="pytorch_model", pickled=True) if options.pickled else whole}
     by_name = {name: each for each in described for name in each.names}
     found = {}
     for adapter, record in adapters.items():
@@ -142,9 +149,10 @@ def export_checkpoint(source: Source, out: str | os.PathLike[str], options: Opti
         shared.setdefault((stored.file, stored.key), []).append(name)
     for names in shared.values():
         stored = manifest.buffers[names[0]]
-        described.append(_Described(tuple(names), stored.shape, getattr(torch, stored.dtype)))
+        cast = options.dtype if options.cast_buffers else None
+        described.append(_Described(tuple(names), stored.shape, _target(getattr(torch, stored.dtype), cast)))
     folders = _folders(described, manifest.model, options)
-    release = Release(Path(out), folders)
+    release = Release(Path(out), folders, options.replace)
     try:
         for name, values, start in source.values(_CHUNK):
             release.put(name, values, start)
