@@ -113,8 +113,8 @@ def _check_ranks(folder: Path, optim: Sequence[str], said: Any) -> None:
     ranks = _ranks([name.removeprefix("bf16_") for name in optim])
     if counts != {len(optim)} or ranks != list(range(len(optim))):
         raise CheckpointError(
-            f"{folder} has the optimizer states of ranks {ranks}; {max(counts)} ranks wrote them, so some are missing or left "
-            "from another run"
+            f"{folder} has the optimizer states of ranks {ranks}; {max(counts)} ranks wrote them, so some are missing, or "
+            "left from another run"
         )
 
 
@@ -246,7 +246,7 @@ def _optimizer(found: Found, config: Mapping[str, Any]) -> OptimizerRecord | Non
 
 
 def _kind(states: set[str], options: Mapping[str, Any], config: Mapping[str, Any]) -> str:
-    """The optimizer's class, which DeepSpeed does not write down, by its states and options; "or" where these leave it open."""
+    """The optimizer's class, which DeepSpeed does not write down, by its states and options; "or" where they leave it open."""
     if "exp_avg_sq" in states:
         decoupled = options.get("decoupled_weight_decay")
         return "AdamW or Adam" if decoupled is None else "AdamW" if decoupled else "Adam"

@@ -96,7 +96,7 @@ def convert_zero_checkpoint_to_state_dict(
     tag: str | None = None,
     exclude_frozen_parameters: bool = False,
 ) -> None:
-    """Write the state dict to ``pytorch_model.bin`` in ``output_dir``, with ``safe_serialization`` to ``model.safetensors``; to
+    """Write the state dict to ``pytorch_model.bin`` in ``output_dir``, with ``safe_serialization`` ``model.safetensors``; to
     several files and an index when it has more than ``max_shard_size`` bytes.
 
     ``dtype``: of floating-point parameters and buffers. Files of these names are replaced. A range of one tensor is in memory
