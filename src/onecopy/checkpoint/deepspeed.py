@@ -246,7 +246,7 @@ def _optimizer(found: Found, config: Mapping[str, Any]) -> OptimizerRecord | Non
 
 
 def _kind(states: set[str], options: Mapping[str, Any], config: Mapping[str, Any]) -> str:
-    """The optimizer's class, which DeepSpeed does not write down, by its states and options; "or" where they leave it open."""
+    """The optimizer's class, which DeepSpeed does not write: by states and options; "or" where those leave it open."""
     if "exp_avg_sq" in states:
         decoupled = options.get("decoupled_weight_decay")
         return "AdamW or Adam" if decoupled is None else "AdamW" if decoupled else "Adam"
