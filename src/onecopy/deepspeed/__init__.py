@@ -53,6 +53,7 @@ __all__ = [
 ]  # fmt: skip
 
 __version__ = version
+
 ConfigSource = str | os.PathLike[str] | Mapping[str, Any]
 
 
