@@ -76,7 +76,6 @@ IDLE = {
     },
     "fp16, stage 3, all offloaded": {
         "pin_memory", "overlap_comm", "contiguous_gradients", "stage3_max_live_parameters", "stage3_max_reuse_distance",
-        "stage3_gather_16bit_weights_on_model_save",
     },
     "stage 3, nvme": {"buffer_count", "fast_readwrite"},
 }  # fmt: skip
