@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from onecopy import choose, cli
 from onecopy.cluster import Cluster
@@ -24,6 +26,8 @@ from onecopy.planner.subject import facts, facts_from_numbers
 from onecopy.schedule.predict import resident
 from onecopy.templates import FILLED_BY_TRAINERS, NAMES, resolve, template, with_auto
 from onecopy.train import Run, Settings, Task
+from tests.pure.test_config import JUNK, KEYS, nested
+from tests.pure.test_config_keys import info_of
 
 pytestmark = pytest.mark.pure
 
@@ -108,6 +112,30 @@ def test_what_is_wrong_is_marked_at_its_key() -> None:
     assert "tensor parallelism is not there yet" in found["model_parallel_size"].says
     assert found["optimizer.params.lr"].verdict == "wrong" and "from 0" in found["optimizer.params.lr"].says
     assert found["train_micro_batch_size_per_gpu"].verdict == "honoured"
+
+
+def leaves(config: Any, path: str = "") -> list[str]:
+    """Dotted keys of ``config`` whose values are no sections."""
+    found = []
+    for key, value in config.items():
+        found += leaves(value, f"{path}{key}.") if isinstance(value, dict) and value else [f"{path}{key}"]
+    return found
+
+
+@given(key=st.sampled_from([key for key in KEYS if info_of(key)[1] is None]), value=st.sampled_from(JUNK))
+def test_check_is_right_about_every_value_of_every_key(key: str, value: Any) -> None:
+    """It finds an error exactly where loading does, unless that is of an open "auto"; no key of the file is left out."""
+    config = nested(key, value)
+    found = explain(config, 1)
+    try:
+        load_config(config, 1)
+        loads = True
+    except ConfigError:
+        loads = False
+    assert found.ok == (loads or (not found.reading.problems and bool(found.reading.open)))
+    lines = [line.key for line in found.lines]
+    assert len(set(lines)) == len(lines)
+    assert all(any(line == leaf or leaf.startswith(f"{line}.") for line in lines) for leaf in leaves(config) if value != {})
 
 
 def test_check_on_the_command_line(run: Cli, tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import onecopy
 import onecopy.deepspeed as deepspeed
+from onecopy.errors import ConfigError
 from onecopy.plan.explain import explain
 from onecopy.plan.reading import override
 from onecopy.templates import NAMES, template
@@ -212,3 +213,22 @@ def test_check_explains_every_key(name: str) -> None:
     assert found.ok and not found.reading.open
     assert {line.key.rpartition(".")[2] for line in found.lines if line.verdict == "no effect"} == IDLE[name]
     assert {line.verdict for line in found.lines} <= {"honoured", "no effect", "off"}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_auto_is_what_the_model_and_the_optimizer_are(dtype: torch.dtype) -> None:
+    """``fp16.enabled`` and ``bf16.enabled`` are the model's dtype, the optimizer's arguments those of the one passed."""
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": 1,
+        "fp16": {"enabled": "auto"},
+        "bf16": {"enabled": "auto"},
+        "optimizer": {"type": "SGD", "params": {"lr": "auto"}},
+    }
+    model = models.build("toy").to(dtype)
+    with pytest.raises(ConfigError, match=r"still 'auto', and nothing here says what it is: optimizer\.params\.lr$"):
+        deepspeed.initialize(model=model, config=config)
+    engine, *_ = deepspeed.initialize(model=model, config=config, optimizer=torch.optim.SGD(model.parameters(), lr=0.25))
+    assert engine.bfloat16_enabled() == (dtype == torch.bfloat16)
+    assert engine.fp16_enabled() == (dtype == torch.float16)
+    assert any("optimizer.params.lr 0.25" in note for note in engine.plan.notes)
+    engine.destroy()

@@ -101,8 +101,7 @@ def read_plan(
         config = schema.Config.model_validate(data)
     except ValidationError as error:
         wrong = _lines([*_explain(error), *problems])
-        open_keys = (*tidy.open, *tidy.open_batch)
-        return Reading(None, wrong, tuple(tidy.remarks), tidy.filled, open_keys, recipes.chosen)
+        return Reading(None, wrong, tuple(tidy.remarks), tidy.filled, tuple(tidy.open), recipes.chosen)
     parts = _Parts(config, defaults, tidy.open)
     batch = Batch()
     left = undetermined(*_batch_of(config), frozenset(tidy.open_batch))

@@ -231,6 +231,10 @@ class SchedulerSection(Section):
 
 
 _CHECKPOINTS = "activations are the model's own: torch.utils.checkpoint in its blocks works at every stage"
+_ON_HOST = (
+    "what checkpoint of onecopy.deepspeed.checkpointing keeps waits in host memory; other activations: "
+    "torch.autograd.graph.save_on_cpu around a block"
+)
 _PARTITION = "activations are divided over tensor-parallel ranks, and model_parallel_size is 1"
 
 
@@ -238,9 +242,7 @@ class ActivationCheckpointing(Section):
     """How DeepSpeed's own checkpoint function keeps what it keeps; there is none here, and no number depends on it."""
 
     partition_activations: Annotated[Switch, Note(_PARTITION)] = False
-    cpu_checkpointing: Annotated[
-        Switch, Note("activations stay where the model makes them; torch.autograd.graph.save_on_cpu in its blocks moves them")
-    ] = False
+    cpu_checkpointing: Annotated[Switch, Means(_ON_HOST)] = False
     contiguous_memory_optimization: Annotated[Switch, Note(_CHECKPOINTS)] = False
     number_checkpoints: Annotated[Count, Note(_CHECKPOINTS)] = None
     synchronize_checkpoint_boundary: Annotated[Switch, Note(_CHECKPOINTS)] = False
