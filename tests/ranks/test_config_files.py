@@ -196,7 +196,7 @@ def trained(rank: int, world: int, files: dict[str, dict[str, Any]], folder: str
 def test_every_file_trains_a_step_and_one_line_names_what_does_nothing(tmp_path: Path) -> None:
     """In fp32 the weights of plain torch, in the file's own precision a step; what has no effect is one line on rank 0."""
     files = {**FOUND, **{name: template(name) for name in NAMES}}
-    first, second = run_ranks(trained, 2, files, str(tmp_path), timeout=120)
+    first, second = run_ranks(trained, 2, files, str(tmp_path), timeout=240)
     for name in files:
         (gap, went), said = first[name]
         assert gap <= 1e-5, name
