@@ -175,6 +175,22 @@ def test_bad_input_is_one_line(run: Cli, args: tuple[str, ...], part: str) -> No
     assert code == 2 and err.startswith("error: ") and part in err and err.count("\n") == 1
 
 
+def test_the_documentations_commands_and_python_run(
+    run: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("ds_config.json").write_text(json.dumps({"zero_optimization": {"stage": 2, "overlap_comm": True}}))
+    text = (Path(__file__).parents[2] / "docs" / "configuration.md").read_text()
+    block = re.search(r"```python\n(.*?)```", text, re.DOTALL)
+    assert block is not None
+    exec(block[1], {})
+    assert "overlap_comm does nothing: " in capsys.readouterr().out
+    commands = re.findall(r"^onecopy (config .*?) +#", text, re.MULTILINE)
+    assert len(commands) == 4
+    assert [run(*command.split())[0] for command in commands] == [0, 0, 0, 0]
+    assert json.loads(Path("ds_config.json").read_text())["zero_optimization"]["offload_optimizer"]["device"] == "cpu"
+
+
 # ------------------------------------------------------------------------------------------------------------ templates
 
 
