@@ -89,9 +89,9 @@ def test_any_ranks_and_plan_to_any_other(tmp_path: Path, model: str, few: bool) 
         plain.zero_grad()
     saved = {}
     for world in (1, 2, 4):
-        saved |= run_ranks(save_all, world, str(tmp_path), model, few, timeout=120)[0]
+        saved |= run_ranks(save_all, world, str(tmp_path), model, few)[0]
     for world in (1, 2, 4):
-        for run in run_ranks(load_all, world, str(tmp_path), model, few, saved, timeout=240):
+        for run in run_ranks(load_all, world, str(tmp_path), model, few, saved):
             for way, changed, alike, after in run:
                 assert not changed, way
                 assert alike, way
@@ -148,7 +148,7 @@ def load_precisions(rank: int, world: int, folder: str, saved: dict[str, dict[st
 
 def test_any_precision_to_any_other(tmp_path: Path) -> None:
     saved = run_ranks(save_precisions, 2, str(tmp_path))[0]
-    assert run_ranks(load_precisions, 2, str(tmp_path), saved, timeout=120) == [[], []]
+    assert run_ranks(load_precisions, 2, str(tmp_path), saved) == [[], []]
 
 
 def other_windows(rank: int, world: int, folder: str) -> tuple[int, list[bool]]:

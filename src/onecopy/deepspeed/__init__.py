@@ -100,7 +100,8 @@ def initialize(
 
     def prepare() -> tuple[dict[str, Any], tuple[Plan, Any, Any], DataLoader[Any] | None]:
         given = read_config(_source(args, config, config_params))
-        chosen = _choices(load_config(given, ranks, defaults=DEEPSPEED), optimizer, model_parameters, lr_scheduler)
+        plan = load_config(given, ranks, auto=_facts(model, optimizer), defaults=DEEPSPEED)
+        chosen = _choices(plan, optimizer, model_parameters, lr_scheduler)
         _refuse_idle_offload(model, chosen[0], chosen[1])
         loader = None
         if training_data is not None:
@@ -113,11 +114,20 @@ def initialize(
         logger.info("DeepSpeed info: version=%s, git-hash=%s, git-branch=%s", version, __git_hash__, __git_branch__)
     given, (plan, make_optimizer, scheduler), loader = meeting.all_or_none(prepare)
     engine = onecopy.initialize(model, plan, optimizer=make_optimizer, scheduler=scheduler, engine_class=DeepSpeedEngine)
-    if rank == 0 and plan.notes:
-        logger.warning("configuration keys without effect here:\n%s", "\n".join(plan.notes))
     section = given.get("zero_optimization") or {}
     engine.settings = Settings(given, int(section.get("stage", 0)), ranks, rank)
     return engine, engine.optimizer, loader, engine.lr_scheduler
+
+
+def _facts(model: nn.Module, optimizer: Any) -> dict[str, Any]:
+    """What keys that say "auto" are: the precision is the model's, arguments of an optimizer are those of the one passed."""
+    dtypes = {p.dtype for p in model.parameters() if p.requires_grad and p.is_floating_point()}
+    found: dict[str, Any] = {}
+    if len(dtypes) == 1:
+        found = {"fp16.enabled": dtypes == {torch.float16}, "bf16.enabled": dtypes == {torch.bfloat16}}
+    if isinstance(optimizer, torch.optim.Optimizer):
+        found |= {f"optimizer.params.{key}": value for key, value in optimizer.defaults.items()}
+    return found
 
 
 def _refuse_idle_offload(model: nn.Module, plan: Plan, optimizer: Any) -> None:

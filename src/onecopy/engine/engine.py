@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -180,7 +181,19 @@ class Engine(nn.Module):
         A rank that has no more batches goes on taking part with zeros, inside the loop, until no rank has any; the mean
         is over the micro-batches that had data. A window that is left incomplete at the end is stepped with what it has.
         """
+        if self.plan.step.when == "backward":
+            raise EngineError(
+                "uneven() learns at the end of a window how many micro-batches had data, and StepPolicy(when='backward') "
+                "steps before that; use when='boundary'"
+            )
         return uneven(self, batches, self._shares)
+
+    def finish_step(self) -> None:
+        """The last update reaches the parameters where steps are delayed (``StepPolicy(when="delayed")``), as before an
+        evaluation; otherwise it has already. :meth:`save`, :meth:`load` and all that reads or writes whole values does it
+        by itself. Collective."""
+        if self._core.stepper is not None:
+            self._core.stepper.quiet()
 
     def train(self, mode: bool = True) -> Engine:
         """As for any module. Ranks may run different numbers of forward passes in evaluation, and meet here again."""
@@ -203,6 +216,8 @@ class Engine(nn.Module):
         core = self._core
         self._closed = True
         core.hooks.remove()
+        if core.stepper is not None and core.stepper.end():
+            warnings.warn("close() drops the last update, which is delayed; call finish_step() before", stacklevel=2)
         if core.stepper is not None:
             core.stepper.discard()
         for unit in core.run.units:
@@ -273,6 +288,7 @@ class Engine(nn.Module):
         core, stepper = self._core, self._core.stepper
         assert stepper is not None
         core.gathering.release_all()
+        stepper.join_early()
         self._refuse_strangers()
         gradient = {memory.tier: memory.live["gradient"] for memory in core.tiers.all}
         # Gradients are too large by the loss scale, and too small where ranks had no data.
@@ -280,6 +296,7 @@ class Engine(nn.Module):
         state = look(core.run.units, core.tiles.options() if core.tiles is not None else [], stepper.edits)
         verdict = stepper.agree(scale, core.rounds.late(), state)
         if any(verdict.late):
+            stepper.refuse_early("gradients came after their unit was sent")
             core.rounds.send_late(verdict.late)
             verdict = stepper.agree(scale, core.rounds.late(), state)
         if verdict.empty:
@@ -288,6 +305,8 @@ class Engine(nn.Module):
             raise EngineError(
                 f"step() {what} since the last step: nothing to step with; engine.discard_gradients() skips a window"
             )
+        if not verdict.finite:
+            stepper.refuse_early(f"gradients of step {self.global_steps} are not finite")
         if not verdict.finite and self._scaler.at_floor:
             raise_at_floor(self._scaler, self.global_steps, core.rounds.suspects.names, core.hooks.outputs_finite())
         self.global_steps += 1
@@ -317,6 +336,7 @@ class Engine(nn.Module):
         Parameters have the dtype they compute in; tied ones are one tensor under each of their names. ``rank0_only``:
         other ranks get an empty dict. Beside the result, one unit is whole at a time.
         """
+        self.finish_step()
         return full_state_dict(self, rank0_only)
 
     def save(
@@ -338,6 +358,7 @@ class Engine(nn.Module):
         Raises :class:`~onecopy.errors.CheckpointError` on every rank, with nothing left behind and what was there
         intact, when one rank cannot write, and in the middle of an accumulation window.
         """
+        self.finish_step()
         return save(self, directory, tag, client_state, latest, patience)
 
     def load(
@@ -361,6 +382,7 @@ class Engine(nn.Module):
         Raises :class:`~onecopy.errors.CheckpointError` on every rank when there is no such checkpoint, a file is
         missing or damaged, or the model is another one; the engine is then as it was.
         """
+        self.finish_step()
         return load(self, directory, tag, optimizer_states, scheduler_states, strict, patience)
 
     def _refuse_strangers(self) -> None:
