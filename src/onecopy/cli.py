@@ -13,6 +13,7 @@ import typer
 from rich.console import Console
 
 from onecopy import gpt
+from onecopy.checkpoint import cli as checkpoints
 from onecopy.choose import choose
 from onecopy.cluster import quantity
 from onecopy.config_command import check_config, key_values, show_config
@@ -244,6 +245,7 @@ def show(
 ) -> None:
     """Print a ready-made file; its _why keys say when to use it."""
     typer.echo(show_config(name, auto, write))
+app.command()(checkpoints.export)
 
 
 def _bytes(option: str, text: str | None) -> int | None:

@@ -158,6 +158,12 @@ class Manifest(_Record):
     files: dict[str, dict[str, int]]
     id: str = ""
 
+    @property
+    def model(self) -> dict[str, Any]:
+        """What the model said of itself, see :func:`onecopy.checkpoint.recorded.describe`."""
+        said: dict[str, Any] = self.plan.get("model", {})
+        return said
+
     def text(self) -> str:
         """The file's contents."""
         return json.dumps(self.model_dump(mode="json"), indent=1, allow_nan=False)

@@ -18,12 +18,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from onecopy.checkpoint import store
+from onecopy.checkpoint import sources, store
 from onecopy.checkpoint.format import MANIFEST, Manifest, Parameter, State, Stored, decode, parse
 from onecopy.checkpoint.match import Differences, Match, groups_here, match
 from onecopy.checkpoint.modules import extra_modules, persistent_buffers
 from onecopy.checkpoint.save import check_at_rest
-from onecopy.checkpoint.tensors import Reader
 from onecopy.comm import meeting
 from onecopy.engine.weights import Weights
 from onecopy.errors import CheckpointError
@@ -63,10 +62,11 @@ def load(
     meeting.meet("load", f"{engine.global_steps}.{engine.micro_steps}", patience, CheckpointError)
     meeting.same("what to load", (tag, optimizer_states, scheduler_states, strict))
     meeting.together(lambda: check_at_rest(engine, "load"))
-    found = meeting.from_rank0(lambda: store.find(Path(directory), tag))
-    folder = Path(directory) / found.folder.name
-    meeting.together(lambda: _check_same(folder, found))
     groups = groups_here(engine)
+    found = meeting.from_rank0(lambda: sources.find(Path(directory), tag, groups, optimizer_states))
+    folder = Path(directory) / found.name
+    if not found.foreign:  # of another library's files, every rank checks those that it reads
+        meeting.together(lambda: _check_same(folder, found))
     wanted = Wanted(optimizer_states, scheduler_states, strict)
     loading = meeting.together(lambda: Loading(engine, folder, found.text, groups, wanted))
     try:
@@ -134,7 +134,7 @@ class Loading:
         self.optimizer_states = wanted.optimizer_states and self.core.tiles is not None
         self.scheduler_states = wanted.scheduler_states and self.core.tiles is not None
         self.counts = wanted.optimizer_states
-        self.reader = Reader(folder, {name: facts["bytes"] for name, facts in self.manifest.files.items()})
+        self.reader = sources.reader_for(folder, self.manifest)
         if meeting.my_rank() == 0:
             for name in self.manifest.files:
                 self.reader.check_file(name)

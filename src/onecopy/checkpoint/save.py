@@ -36,6 +36,7 @@ from onecopy.checkpoint.format import (
     ordered,
 )
 from onecopy.checkpoint.modules import extra_modules, persistent_buffers
+from onecopy.checkpoint.recorded import describe
 from onecopy.checkpoint.store import Draft, check_tag
 from onecopy.checkpoint.tensors import Later, file_bytes, part_of, write_tensors
 from onecopy.comm import meeting
@@ -272,7 +273,7 @@ def _manifest(engine: Engine, prepared: Prepared, shares: list[Share], nonce: st
     return Manifest(
         format=VERSION,
         library={"onecopy": _version(), "torch": str(torch.__version__)},
-        plan=_provenance(core),
+        plan=_provenance(core) | {"model": describe(engine.module, core.names)},
         counters={
             "global_steps": engine.global_steps,
             "skipped_steps": engine.skipped_steps,

@@ -164,6 +164,13 @@ class Found:
     folder: Path
     text: str
     torn: str = ""  # a newer save that was not finished, when nobody chose this one by its tag
+    foreign: bool = False  # another library's, of which the text is made up
+    here: bool = False  # the folder is the directory that was searched itself
+
+    @property
+    def name(self) -> str:
+        """The folder's name in the directory that was searched."""
+        return "" if self.here else self.folder.name
 
 
 def complete_tags(directory: Path) -> list[str]:

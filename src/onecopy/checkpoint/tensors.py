@@ -7,8 +7,9 @@ not make it durable. They are read with the package.
 from __future__ import annotations
 
 import json
+import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -21,7 +22,7 @@ from onecopy.checkpoint.format import Span, Stored, dtype_name
 from onecopy.errors import CheckpointError
 from onecopy.tiers.held import Held
 
-__all__ = ["Later", "Reader", "file_bytes", "part_of", "sync_folder", "write_durably", "write_tensors"]
+__all__ = ["Later", "Reader", "file_bytes", "header_of", "part_of", "sync_folder", "write_durably", "write_tensors"]
 
 _CODES = {
     "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "complex64": "C64",
@@ -69,20 +70,34 @@ def part_of(held: Held, low: int, high: int) -> Tensor | Later:
     return held.plain[low:high] if held.plain is not None else Later(held, low, high)
 
 
-def _layout(tensors: Sequence[tuple[str, Tensor | Later]]) -> tuple[bytes, list[Tensor | Later]]:
-    """The file's header, and the tensors in the order of their bytes: wide elements first, so that each is aligned."""
-    header, order, at = {}, [], 0
-    for key, tensor in sorted(tensors, key=lambda item: -item[1].element_size()):
-        dtype = dtype_name(tensor.dtype)
-        if dtype not in _CODES:
-            raise CheckpointError(f"{key} has dtype {dtype}, which a safetensors file cannot hold")
-        stop = at + tensor.numel() * tensor.element_size()
-        header[key] = {"dtype": _CODES[dtype], "shape": list(tensor.shape), "data_offsets": [at, stop]}
-        order.append(tensor)
+def header_of(
+    described: Iterable[tuple[str, torch.dtype, Sequence[int]]], metadata: Mapping[str, str] | None = None
+) -> tuple[bytes, dict[str, int], int]:
+    """The head of a safetensors file of tensors given as (key, dtype, shape); the byte of the file at which each begins, in
+    order; and the file's size.
+
+    Wide elements come first, so that each tensor is aligned. Raises :class:`CheckpointError` for a dtype that safetensors
+    does not know.
+    """
+    header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    starts, at = {}, 0
+    for key, dtype, shape in sorted(described, key=lambda item: -item[1].itemsize):
+        if dtype_name(dtype) not in _CODES:
+            raise CheckpointError(f"{key} has dtype {dtype_name(dtype)}, which a safetensors file cannot hold")
+        starts[key], stop = at, at + math.prod(shape) * dtype.itemsize
+        header[key] = {"dtype": _CODES[dtype_name(dtype)], "shape": list(shape), "data_offsets": [at, stop]}
         at = stop
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text, order
+    head = len(text).to_bytes(8, "little") + text
+    return head, {key: len(head) + start for key, start in starts.items()}, len(head) + at
+
+
+def _layout(tensors: Sequence[tuple[str, Tensor | Later]]) -> tuple[bytes, list[Tensor | Later]]:
+    """The file's header, and the tensors in the order of their bytes."""
+    header, starts, _ = header_of((key, tensor.dtype, tensor.shape) for key, tensor in tensors)
+    by_key = dict(tensors)
+    return header, [by_key[key] for key in starts]
 
 
 def file_bytes(tensors: Sequence[tuple[str, Tensor | Later]]) -> int:

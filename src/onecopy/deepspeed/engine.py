@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from dataclasses import dataclass
 from typing import Any
@@ -9,12 +10,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from onecopy.checkpoint.export import save_weights
 from onecopy.deepspeed.comm import get_local_rank
 from onecopy.deepspeed.runtime.base_optimizer import ZeROOptimizer
 from onecopy.engine.engine import Engine
 from onecopy.errors import ConfigError
 
 __all__ = ["DeepSpeedEngine", "Settings"]
+
+_logger = logging.getLogger("onecopy")
 
 
 @dataclass(frozen=True)
@@ -233,6 +237,32 @@ class DeepSpeedEngine(Engine):
         return {name: value for name, value in found.items() if not (exclude_frozen_parameters and name in frozen)}
 
     _consolidated_16bit_state_dict = _zero3_consolidated_16bit_state_dict
+
+    def save_16bit_model(
+        self,
+        save_dir: str | os.PathLike[str],
+        save_filename: str = "pytorch_model.bin",
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:
+        """Write the weights, in the dtype they compute in, and the buffers as one file; every rank must call it.
+
+        The file is what ``torch.load`` gives a plain model, or safetensors where ``save_filename`` ends so. Returns True; and
+        False, with nothing written, where the configuration cuts parameters over ranks (stage 3) and its
+        ``stage3_gather_16bit_weights_on_model_save`` is not true.
+        """
+        if self.zero_optimization_partition_weights() and not self.zero_gather_16bit_weights_on_model_save():
+            if self.settings.rank == 0:
+                _logger.warning(
+                    "%s is not written: zero_optimization.stage3_gather_16bit_weights_on_model_save is not true",
+                    os.path.join(save_dir, save_filename),
+                )
+            return False
+        save_weights(self, save_dir, save_filename, frozen=not exclude_frozen_parameters)
+        return True
+
+    def save_fp16_model(self, save_dir: str | os.PathLike[str], save_filename: str = "pytorch_model.bin") -> bool:
+        """:meth:`save_16bit_model` under its former name."""
+        return self.save_16bit_model(save_dir, save_filename)
 
     def destroy(self) -> None:
         """Detach from the model and drop open gradients."""

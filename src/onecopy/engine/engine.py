@@ -14,9 +14,11 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from onecopy.checkpoint.export import Exported, Options, dtype_of, export_engine
 from onecopy.checkpoint.load import Loaded, load
 from onecopy.checkpoint.save import save
 from onecopy.checkpoint.whole import full_state_dict
+from onecopy.cluster import quantity
 from onecopy.comm import assembly, watch
 from onecopy.engine.agreement import look
 from onecopy.engine.build import Core
@@ -384,6 +386,29 @@ class Engine(nn.Module):
         """
         self.finish_step()
         return load(self, directory, tag, optimizer_states, scheduler_states, strict, patience)
+
+    def export(
+        self,
+        directory: str | os.PathLike[str],
+        dtype: str | torch.dtype | None = None,
+        max_shard_size: int | str | None = "5GB",
+        *,
+        model_dir: str | os.PathLike[str] | None = None,
+        patience: float | None = None,
+    ) -> Exported:
+        """Write plain weights to the folder ``directory``, as ``from_pretrained`` reads them. Collective.
+
+        Safetensors files of at most ``max_shard_size`` bytes (one tensor may be larger), with an index when they are several;
+        tied weights once; a Hugging Face model's configuration; configuration and tokenizer of the folder ``model_dir``.
+        ``dtype``: of floating-point parameters, "fp32" from their master weights (default: that they compute in); buffers
+        stay as they are. Of a PEFT model, the adapters alone, in PEFT's layout. One unit is whole at a time; rank 0 writes.
+
+        Raises :class:`~onecopy.errors.CheckpointError` on every rank, with nothing left behind, when rank 0 cannot write or
+        there are weights already.
+        """
+        size = quantity(max_shard_size, "max_shard_size", size=True) if isinstance(max_shard_size, str) else max_shard_size
+        folder = os.fspath(model_dir) if model_dir is not None else None
+        return export_engine(self, directory, Options(dtype_of(dtype), size, folder), patience)
 
     def _refuse_strangers(self) -> None:
         """A parameter that joined the model after initialize would never be stepped."""

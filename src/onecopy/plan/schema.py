@@ -38,7 +38,6 @@ __all__ = [
 _UNITS = "parameters are gathered and gradients reduced a unit at a time, so there are no buckets to size"
 _FLAT = "gradients are always reduced from one contiguous buffer per unit"
 _HELD = "only the units in the prefetch window are held gathered"
-_SAVE = "a save never needs the gathered weights, and full_state_dict() gathers them whenever it is asked"
 _SAME = "the arithmetic of the mean is fixed, so the factor would cancel out"
 _NOWHERE = "DeepSpeed reads no such section either; tensorboard, wandb, comet, csv_monitor and comms_logger stand alone"
 _SPEED = "it would change speed only, and there is nothing here that it applies to"
@@ -156,8 +155,11 @@ class _ZeroBuckets(Section):
     parameter_alignment: Annotated[Switch, Note("parameters of 16-byte sizes are always laid on 16-byte bounds")] = False
 
 
+_SAVE = "whether save_16bit_model of onecopy.deepspeed makes weights whole that are cut (stage 3); no plan depends on it"
+
+
 class _ZeroStage3(Section):
-    """Keys about how stage 3 gathers parameters, without effect."""
+    """Keys about how stage 3 gathers parameters, without effect on the plan."""
 
     stage3_param_persistence_threshold: Annotated[
         Size, Note("small parameters travel with their unit and cost no collective of their own")
@@ -165,8 +167,8 @@ class _ZeroStage3(Section):
     stage3_model_persistence_threshold: Annotated[Size, Note("no parameter is kept gathered between steps")] = None
     stage3_max_live_parameters: Annotated[Size, Note(_HELD)] = None
     stage3_max_reuse_distance: Annotated[Size, Note(_HELD)] = None
-    stage3_gather_16bit_weights_on_model_save: Annotated[Switch, Note(_SAVE)] = False
-    stage3_gather_fp16_weights_on_model_save: Annotated[Switch, Note(_SAVE)] = False
+    stage3_gather_16bit_weights_on_model_save: Annotated[Switch, Means(_SAVE)] = False
+    stage3_gather_fp16_weights_on_model_save: Annotated[Switch, Means(_SAVE)] = False
     stage3_module_granularity_threshold: Annotated[Size, Note(_UNITS)] = None
     stage3_use_all_reduce_for_fetch_params: Annotated[Switch, Note(_SPEED)] = False
     stage3_allgather_sequential: Annotated[Switch, Note(_SPEED)] = False
