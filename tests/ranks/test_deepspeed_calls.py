@@ -222,6 +222,13 @@ def start(stage: int) -> deepspeed.DeepSpeedEngine:
 def save_and_resume(rank: int, world: int, folder: str, stage: int, other: int) -> None:
     engine = start(stage)
     advance(engine, rank, 2)
+    best = {"epoch": 7, "scores": {"best": torch.tensor([1.5, 2.5]), "seen": {1, 2}}}
+    assert engine.save_checkpoint(folder, "best", client_state=best, save_latest=False) is True
+    path, state = engine.load_checkpoint(folder, "best")
+    assert state["epoch"] == 7 and state["scores"]["seen"] == {1, 2}
+    assert torch.equal(state["scores"]["best"], best["scores"]["best"])
+    with pytest.raises(CheckpointError, match="is a Toy, which cannot be written as JSON"):
+        engine.save_checkpoint(folder, "worse", client_state={"model": Toy()})
     assert engine.save_checkpoint(folder, client_state={"epoch": 7}) is True
     advance(engine, rank, 1)
     engine.save_checkpoint(folder, "aside", save_latest=False)

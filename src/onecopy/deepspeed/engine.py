@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from onecopy.checkpoint.export import save_weights
+from onecopy.deepspeed.client_state import pack, unpack
 from onecopy.deepspeed.comm import get_local_rank
 from onecopy.deepspeed.runtime.base_optimizer import ZeROOptimizer
 from onecopy.engine.engine import Engine
@@ -190,11 +191,12 @@ class DeepSpeedEngine(Engine):
     ) -> bool:
         """Save everything to ``save_dir/tag`` (by default ``global_step<N>``); every rank must call it.
 
-        ``client_state``: plain values that :meth:`load_checkpoint` gives back. ``save_latest``: also make it the one
-        that a load without a tag finds. Returns True; raises :class:`~onecopy.errors.CheckpointError` on every rank.
+        ``client_state``: tensors and plain values, in containers, that :meth:`load_checkpoint` gives back.
+        ``save_latest``: also make it the one that a load without a tag finds. Returns True; raises
+        :class:`~onecopy.errors.CheckpointError` on every rank.
         """
         named = str(tag) if tag is not None else f"global_step{self.global_steps}"
-        self.save(os.fspath(save_dir), named, client_state=client_state, latest=save_latest)
+        self.save(os.fspath(save_dir), named, client_state=pack(client_state), latest=save_latest)
         return True
 
     def load_checkpoint(
@@ -218,7 +220,7 @@ class DeepSpeedEngine(Engine):
             scheduler_states=load_lr_scheduler_states and not load_module_only,
             strict=load_module_strict,
         )
-        return loaded.path, dict(loaded)
+        return loaded.path, unpack(dict(loaded))
 
     def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Tensor] | None:
         """Whole weights by name on rank 0's host, in the dtype they compute in; None on the other ranks. Collective.
