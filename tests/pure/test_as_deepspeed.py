@@ -132,6 +132,7 @@ SIGNATURES = {
     "zero.GatheredParameters": "params modifier_rank fwd_module enabled",
     "DeepSpeedEngine.load_checkpoint": "self load_dir tag load_module_strict load_optimizer_states load_lr_scheduler_states "
     "load_module_only",
+    "DeepSpeedEngine.save_checkpoint": "self save_dir tag client_state save_latest exclude_frozen_parameters",
     "DeepSpeedEngine.backward": "self loss retain_graph scale_wrt_gas",
     "DeepSpeedEngine.set_gradient_accumulation_boundary": "self is_boundary",
     "DeepSpeedEngine._zero3_consolidated_16bit_state_dict": "self exclude_frozen_parameters",

@@ -188,15 +188,18 @@ class DeepSpeedEngine(Engine):
         tag: str | None = None,
         client_state: dict[str, Any] | None = None,
         save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
     ) -> bool:
         """Save everything to ``save_dir/tag`` (by default ``global_step<N>``); every rank must call it.
 
         ``client_state``: tensors and plain values, in containers, that :meth:`load_checkpoint` gives back.
-        ``save_latest``: also make it the one that a load without a tag finds. Returns True; raises
+        ``save_latest``: also make it the one that a load without a tag finds. ``exclude_frozen_parameters``: leave out
+        what needs no gradient; such a checkpoint is loaded with ``load_module_strict=False``. Returns True; raises
         :class:`~onecopy.errors.CheckpointError` on every rank.
         """
         named = str(tag) if tag is not None else f"global_step{self.global_steps}"
-        self.save(os.fspath(save_dir), named, client_state=pack(client_state), latest=save_latest)
+        frozen = not exclude_frozen_parameters
+        self.save(os.fspath(save_dir), named, client_state=pack(client_state), latest=save_latest, frozen=frozen)
         return True
 
     def load_checkpoint(
