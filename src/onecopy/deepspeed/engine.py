@@ -42,6 +42,7 @@ class DeepSpeedEngine(Engine):
     settings: Settings
     _shown: ZeROOptimizer | None = None
     _moved: bool = False
+    overflow: bool = False  # was the last window skipped, because a gradient was not finite?
 
     @property
     def optimizer(self) -> torch.optim.Optimizer | None:
@@ -76,7 +77,10 @@ class DeepSpeedEngine(Engine):
 
     def step(self, *_: Any, **__: Any) -> bool:
         """End a micro-batch; see :meth:`onecopy.engine.engine.Engine.step`. Arguments have no effect."""
+        done, skipped = self.global_steps, self.skipped_steps
         self._moved = super().step()
+        if self.global_steps > done:
+            self.overflow = self.skipped_steps > skipped
         return self._moved
 
     def was_step_applied(self) -> bool:
