@@ -76,6 +76,7 @@ class Prepared:
     tensors: list[tuple[str, Tensor | Later]] = field(default_factory=list)
     buffers: dict[str, Stored] = field(default_factory=dict)
     share: Share = field(default_factory=Share)
+    frozen: bool = True  # are parameters that need no gradient in it?
 
 
 def save(
@@ -85,13 +86,14 @@ def save(
     client_state: dict[str, Any] | None,
     latest: bool,
     patience: float | None,
+    frozen: bool = True,
 ) -> str:
     """See :meth:`onecopy.Engine.save`."""
     call = f"{engine.global_steps}.{engine.micro_steps}"
     meeting.meet("save", call, patience, CheckpointError)
     named = tag if tag is not None else f"step{engine.global_steps:08d}"
-    meeting.same("the tag of the checkpoint", named)
-    prepared = meeting.together(lambda: _prepare(engine, named, client_state))
+    meeting.same("the tag of the checkpoint", named if frozen else f"{named} without frozen parameters")
+    prepared = meeting.together(lambda: _prepare(engine, named, client_state, frozen))
     draft = Draft(Path(directory), named)
     size = sum(meeting.tell(prepared.share.bytes))
     _note_client(prepared)
@@ -129,14 +131,14 @@ def check_at_rest(engine: Engine, what: str) -> None:
 # Preparing
 
 
-def _prepare(engine: Engine, tag: str, client_state: dict[str, Any] | None) -> Prepared:
+def _prepare(engine: Engine, tag: str, client_state: dict[str, Any] | None, frozen: bool) -> Prepared:
     check_tag(tag)
     check_at_rest(engine, "save")
     if client_state is not None and not isinstance(client_state, dict):
         raise CheckpointError(f"client_state is a {type(client_state).__name__}; give a dict")
     core, optimizer = engine._core, engine._core.optimizer
     client = None if client_state is None else encode(client_state, "client_state", tensors=False)
-    prepared = Prepared(client, _options(optimizer), _schedule(core.scheduler))
+    prepared = Prepared(client, _options(optimizer), _schedule(core.scheduler), frozen=frozen)
     for unit in core.run.units:
         for weights in unit.weights:
             weights.notice_writes()
@@ -189,9 +191,9 @@ def _add_weights(prepared: Prepared, core: Core, weights: Weights) -> None:
     """The parameters of one buffer, and the optimizer's states of them."""
     low, high = _owned(core, weights)
     base = weights.stepped()[0]
-    for slot in weights.spec.layout.slots:
+    for slot, param in zip(weights.spec.layout.slots, weights.params, strict=True):
         part = slot.local(low, high)
-        if part is not None:
+        if part is not None and (prepared.frozen or param.requires_grad):
             values = part_of(weights.state, part[0] - base, part[1] - base)
             _add(prepared, slot.param.name, "weight", values, part[0] - slot.start)
     if core.tiles is None:
@@ -269,7 +271,7 @@ def _write(draft: Draft, nonce: str, prepared: Prepared) -> None:
 def _manifest(engine: Engine, prepared: Prepared, shares: list[Share], nonce: str) -> Manifest:
     """On rank 0: what all ranks wrote."""
     core = engine._core
-    parameters = _parameters(core, shares)
+    parameters = _parameters(core, shares, prepared.frozen)
     return Manifest(
         format=VERSION,
         library={"onecopy": _version(), "torch": str(torch.__version__)},
@@ -311,7 +313,7 @@ def _provenance(core: Core) -> dict[str, Any]:
     }
 
 
-def _parameters(core: Core, shares: list[Share]) -> dict[str, Parameter]:
+def _parameters(core: Core, shares: list[Share], frozen: bool) -> dict[str, Parameter]:
     spans: dict[str, dict[str, list[Span]]] = {}
     dtypes: dict[tuple[str, str], str] = {}
     for rank, share in enumerate(shares):
@@ -322,6 +324,8 @@ def _parameters(core: Core, shares: list[Share]) -> dict[str, Parameter]:
     specs = {slot.param.name: buffer for buffer in core.schedule.buffers for slot in buffer.layout.slots}
     found = {}
     for param, names in core.names.items():
+        if not (frozen or param.requires_grad):
+            continue
         name = names[0]
         scalars = _scalars(name, shares)
         spec = specs.get(name)

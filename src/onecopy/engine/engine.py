@@ -350,19 +350,21 @@ class Engine(nn.Module):
         *,
         latest: bool = True,
         patience: float | None = None,
+        frozen: bool = True,
     ) -> str:
         """Write a checkpoint of all that training goes on from; returns its folder, ``directory/tag``. Collective.
 
         ``tag``: default ``step<global_steps>``; a checkpoint that has it already is replaced. ``client_state``: a dict
         of JSON values that :meth:`load` returns. ``latest``: make it the one that :meth:`load` picks. ``patience``:
         seconds to wait for ranks that have not called it (default: the job's, see :func:`onecopy.initialize`). What is
-        written is visible only once it is complete and durable. See ``docs/checkpoint.md``.
+        written is visible only once it is complete and durable. ``frozen=False``: without parameters that need no gradient,
+        for models whose base is kept elsewhere; loading it is ``strict=False``. See ``docs/checkpoint.md``.
 
         Raises :class:`~onecopy.errors.CheckpointError` on every rank, with nothing left behind and what was there
         intact, when one rank cannot write, and in the middle of an accumulation window.
         """
         self.finish_step()
-        return save(self, directory, tag, client_state, latest, patience)
+        return save(self, directory, tag, client_state, latest, patience, frozen)
 
     def load(
         self,

@@ -94,7 +94,7 @@ def read_plan(
     read. Keys that are still "auto" count as absent in the plan."""
     raw, world = override(read_config(source), changes or {}), find_world(world_size)
     tidy = Tidy(auto or {})
-    data = tidy.section(raw, schema.Config, "")
+    data = tidy.section(tidy.unfold(raw), schema.Config, "")
     recipes = _Recipes(data, tidy.open)
     problems = [*tidy.problems, *recipes.problems]
     try:
