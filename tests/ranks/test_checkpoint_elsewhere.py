@@ -340,7 +340,8 @@ def give_back(rank: int, world: int, folder: str) -> list[dict[str, Any]]:
 
 def test_a_rank_gets_its_own_client_state_or_that_of_rank_0(tmp_path: Path) -> None:
     run_ranks(keep_own, 3, str(tmp_path))
-    assert '"client_states": {}' in (tmp_path / "same" / "manifest.json").read_text(), "written once where it is the same"
+    text = (tmp_path / "same" / "manifest.json").read_text()
+    assert text.count('"client_state"') == 1, "written once where it is the same"
     for world in (1, 2, 3, 4):
         for rank, (own, some, same) in enumerate(run_ranks(give_back, world, str(tmp_path))):
             saved = rank if rank < 3 else 0

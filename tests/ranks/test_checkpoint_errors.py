@@ -112,7 +112,7 @@ def full_disk(rank: int, world: int, folder: str) -> list[str]:
     real = saving.write_tensors
     for victim in (0, 1):
 
-        def fails(path: Path, tensors: Any, victim: int = victim) -> int:
+        def fails(path: Path, tensors: Any, victim: int = victim) -> Any:
             if rank == victim:
                 path.write_bytes(b"half")
                 raise OSError(28, "No space left on device", str(path))
@@ -161,13 +161,13 @@ def dies(rank: int, world: int, folder: str, at: str) -> None:
     steps(engine, "mlp", rank, world, range(1, 2))
     real = saving.write_tensors
 
-    def write(path: Path, tensors: Any) -> int:
-        size = real(path, tensors)
+    def write(path: Path, tensors: Any) -> Any:
+        record = real(path, tensors)
         if at == "half written" and rank == 1:
-            os.truncate(path, size // 2)
+            os.truncate(path, record.bytes // 2)
         if at in ("half written", "written") and rank == 1:
             os._exit(9)
-        return size
+        return record
 
     saving.write_tensors = write
     if at == "before the pointer" and rank == 0:

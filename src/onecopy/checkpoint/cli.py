@@ -10,10 +10,9 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from onecopy.checkpoint.export import Options, dtype_of, export_checkpoint
+from onecopy.checkpoint.export import Options, export_checkpoint
 from onecopy.checkpoint.sources import open_source
 from onecopy.checkpoint.store import human
-from onecopy.cluster import quantity
 
 __all__ = ["app", "export"]
 
@@ -36,7 +35,7 @@ def export(
     as_json: Json = False,
 ) -> None:
     """Write plain weights, as from_pretrained reads them; of a PEFT model, its adapters."""
-    options = Options(dtype_of(dtype), quantity(max_shard_size, "--max-shard-size", size=True), model_dir)
+    options = Options.of(dtype, max_shard_size, model_dir=model_dir)
     done = export_checkpoint(open_source(checkpoint, tag, optimizer_states=False), out, options)
     if as_json:
         typer.echo(json.dumps(asdict(done)))

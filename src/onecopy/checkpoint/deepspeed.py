@@ -23,11 +23,14 @@ from onecopy.checkpoint.deepspeed_layouts import (
     unsharded,
 )
 from onecopy.checkpoint.format import (
+    CHUNK,
     VERSION,
+    FileRecord,
     Group,
     Manifest,
     OptimizerRecord,
     Parameter,
+    SaveRecord,
     SchedulerRecord,
     State,
     Stored,
@@ -204,7 +207,8 @@ def _manifest(
         scheduler=_scheduler(content, config),
         loss_scale=_loss_scale(content.get("optimizer") or {}, saved.get("loss_scaler")),
         client_state=client,
-        files={name: {"bytes": size} for name, size in reader.sizes.items()},
+        files={name: FileRecord(bytes=size, chunk=CHUNK, crc32="") for name, size in reader.sizes.items()},
+        save=SaveRecord(id="", at=0.0, latest=False),
     )
 
 

@@ -25,7 +25,9 @@ OURS = "onecopy"
 
 
 class Ranges(Protocol):
-    """Reads what spans of a manifest name."""
+    """Reads what spans of a manifest name, in files of ``folder``."""
+
+    folder: Path
 
     def check_file(self, name: str) -> None:
         """Raise :class:`CheckpointError` when the file is missing or has another length than the manifest says."""
@@ -74,8 +76,9 @@ class Source:
 
 def reader_for(folder: Path, manifest: Manifest) -> Ranges:
     """A reader of the files that ``manifest`` names."""
-    sizes = {name: facts["bytes"] for name, facts in manifest.files.items()}
-    return TorchReader(folder, sizes) if "source" in manifest.plan else Reader(folder, sizes)
+    if "source" not in manifest.plan:
+        return Reader(folder, manifest.files)
+    return TorchReader(folder, {name: record.bytes for name, record in manifest.files.items()})
 
 
 def find(

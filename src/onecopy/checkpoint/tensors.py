@@ -1,7 +1,7 @@
 """Tensors to and from safetensors files: written one at a time, read one range at a time.
 
-Files are written here and not by the safetensors package because that builds the whole file in memory first and does
-not make it durable. They are read with the package.
+Both are done here and not by the safetensors package because that builds the whole file in memory before it writes it,
+does not make it durable, and knows no checksums.
 """
 
 from __future__ import annotations
@@ -9,20 +9,33 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
+from zlib import crc32
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from onecopy.checkpoint.format import Span, Stored, dtype_name
+from onecopy.checkpoint.format import CHUNK, FileRecord, Span, Stored, dtype_name
 from onecopy.errors import CheckpointError
 from onecopy.tiers.held import Held
 
-__all__ = ["Later", "Reader", "file_bytes", "header_of", "part_of", "sync_folder", "write_durably", "write_tensors"]
+__all__ = [
+    "Later",
+    "Reader",
+    "Writer",
+    "file_bytes",
+    "header_of",
+    "part_of",
+    "sync_folder",
+    "write_durably",
+    "write_tensors",
+    "wrong_size",
+]
 
 _CODES = {
     "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "complex64": "C64",
@@ -31,7 +44,10 @@ _CODES = {
     "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2",
 }  # fmt: skip
 
-_MAPPED = 64 << 20  # bytes
+_DTYPES: dict[str, torch.dtype] = {code: getattr(torch, name) for name, code in _CODES.items()}
+
+_WRITEBACK = 16 << 20  # bytes that the disk is given to write at once
+_KEPT = 16  # chunks
 
 
 @dataclass(frozen=True)
@@ -94,8 +110,10 @@ def header_of(
 
 
 def _layout(tensors: Sequence[tuple[str, Tensor | Later]]) -> tuple[bytes, list[Tensor | Later]]:
-    """The file's header, and the tensors in the order of their bytes."""
-    header, starts, _ = header_of((key, tensor.dtype, tensor.shape) for key, tensor in tensors)
+    """The file's header, and the tensors in the order of their bytes: of those equally wide first the ones that are not in
+    memory."""
+    first = sorted(tensors, key=lambda item: not isinstance(item[1], Later))
+    header, starts, _ = header_of((key, tensor.dtype, tensor.shape) for key, tensor in first)
     by_key = dict(tensors)
     return header, [by_key[key] for key in starts]
 
@@ -109,20 +127,84 @@ def file_bytes(tensors: Sequence[tuple[str, Tensor | Later]]) -> int:
     return len(header) + sum(tensor.numel() * tensor.element_size() for tensor in order)
 
 
-def write_tensors(path: Path, tensors: Sequence[tuple[str, Tensor | Later]]) -> int:
-    """Write ``tensors`` as a safetensors file and make it durable; returns its bytes.
+class Writer:
+    """One safetensors file while it is written: the header at once, then the tensors in the order of the header.
+
+    Every chunk's checksum is taken as its bytes go by, while they are in the processor's cache, and the disk is set to
+    work on what is written so far, so that the wait for it at the end is short and the page cache holds little.
+    """
+
+    def __init__(self, path: Path, tensors: Sequence[tuple[str, Tensor | Later]]) -> None:
+        header, self.left = _layout(tensors)
+        self._sums: list[str] = []
+        self._sum = 0
+        self._at = self._started = 0
+        # Called after every 16 MiB.
+        self.progress: Callable[[], None] = lambda: None
+        self._file = open(path, "wb")  # noqa: SIM115 - closed by finish() and close()
+        try:
+            self._put(memoryview(header))
+        except BaseException:
+            self.close()
+            raise
+
+    def write_later(self) -> None:
+        """Write up to the last tensor that is not in memory; what is left then is."""
+        last = max((at for at, tensor in enumerate(self.left) if isinstance(tensor, Later)), default=-1)
+        self._write(last + 1)
+
+    def finish(self) -> FileRecord:
+        """Write what is left and make the file durable.
+
+        Holds at most one tensor beside what is there: a copy on the host where it is on an accelerator or has holes.
+        """
+        self._write(len(self.left))
+        if self._at % CHUNK:
+            self._sums.append(f"{self._sum:08x}")
+        _sync(self._file)
+        self.close()
+        return FileRecord(bytes=self._at, chunk=CHUNK, crc32="".join(self._sums))
+
+    def close(self) -> None:
+        """Let go of the file as it is. Does nothing after :meth:`finish`."""
+        self._file.close()
+
+    def _write(self, count: int) -> None:
+        for _ in range(count):
+            tensor = self.left.pop(0)
+            for part in tensor.parts() if isinstance(tensor, Later) else [tensor]:
+                if part.numel():
+                    self._put(part.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+
+    def _put(self, data: memoryview) -> None:
+        while len(data):
+            part = data[: CHUNK - self._at % CHUNK]
+            self._file.write(part)
+            self._sum = crc32(part, self._sum)
+            self._at += len(part)
+            if self._at % CHUNK == 0:
+                self._sums.append(f"{self._sum:08x}")
+                self._sum = 0
+                self._start_writeback()
+            data = data[len(part) :]
+
+    def _start_writeback(self) -> None:
+        if self._at - self._started < _WRITEBACK:
+            return
+        if hasattr(os, "posix_fadvise"):
+            self._file.flush()
+            os.posix_fadvise(self._file.fileno(), self._started, self._at - self._started, os.POSIX_FADV_DONTNEED)
+        self._started = self._at
+        self.progress()
+
+
+def write_tensors(path: Path, tensors: Sequence[tuple[str, Tensor | Later]]) -> FileRecord:
+    """Write ``tensors`` as a safetensors file and make it durable; returns its size and checksums.
 
     Holds at most one of them beside what is there: a copy on the host where it is on an accelerator or has holes.
     """
-    header, order = _layout(tensors)
-    with open(path, "wb") as file:
-        file.write(header)
-        for tensor in order:
-            for part in tensor.parts() if isinstance(tensor, Later) else [tensor]:
-                if part.numel():
-                    file.write(part.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
-        _sync(file)
-        return file.tell()
+    with closing(Writer(path, tensors)) as writer:
+        return writer.finish()
 
 
 def write_durably(path: Path, text: str) -> int:
@@ -148,34 +230,30 @@ def sync_folder(path: Path) -> None:
 
 
 class Reader:
-    """Ranges of the tensors in the files of one checkpoint.
+    """Ranges of the tensors in the files of one checkpoint, whose bytes are those that were written.
 
-    Files are mapped, so a range costs the pages it is on and nothing else; and as pages that were read count as this
-    process's memory until they are needed otherwise, mappings are given back after every 64 MiB.
+    Reads whole chunks, compares each with its checksum, and gives of it what was asked for. A few chunks at the ends of
+    ranges are kept, since the next range often begins where this one ended; beside them nothing is.
     """
 
-    def __init__(self, folder: Path, sizes: dict[str, int]) -> None:
+    def __init__(self, folder: Path, files: Mapping[str, FileRecord]) -> None:
         self.folder = folder
-        self.sizes = sizes
-        self._open: dict[str, Any] = {}
-        self._touched = 0
-        self._keys: dict[str, frozenset[str]] = {}
+        self.files = files
+        self._open: dict[str, _Opened] = {}
+        self._kept: OrderedDict[tuple[str, int], Tensor] = OrderedDict()
 
     def check_file(self, name: str) -> None:
         """Raise :class:`CheckpointError` when the file is missing or is not as long as it was when it was written."""
-        path = self.folder / name
-        if name not in self.sizes:
+        if name not in self.files:
             raise CheckpointError(f"the manifest in {self.folder} refers to {name}, which it does not list")
-        if not path.is_file():
-            raise CheckpointError(f"{path} is missing; it was {self.sizes[name]} bytes when the checkpoint was made")
-        found = path.stat().st_size
-        if found != self.sizes[name]:
-            raise CheckpointError(f"{path} is damaged: it has {found} bytes, {self.sizes[name]} were written")
+        problem = wrong_size(self.folder / name, self.files[name])
+        if problem:
+            raise CheckpointError(problem)
 
     def check(self, source: Span | Stored, shape: Sequence[int], dtype: str) -> None:
         """Raise :class:`CheckpointError` unless the file has the tensor ``source`` names, of that shape and dtype."""
-        part = self._slice(source.file, source.key)
-        found, expected = (list(part.get_shape()), part.get_dtype()), (list(shape), _CODES.get(dtype))
+        entry = self._entry(source.file, source.key)
+        found, expected = (entry["shape"], entry["dtype"]), (list(shape), _CODES.get(dtype))
         if found != expected:
             raise CheckpointError(
                 f"{self.folder / source.file} is damaged: {source.key!r} is {found[1]} of shape {found[0]}, the "
@@ -183,36 +261,111 @@ class Reader:
             )
 
     def read(self, span: Span, start: int, stop: int) -> Tensor:
-        """Elements ``[start, stop)`` of the parameter, which ``span`` has. Do not keep it: it maps the whole file."""
-        if self._touched > _MAPPED:
-            self.close()
-        part: Tensor = self._slice(span.file, span.key)[start - span.start : stop - span.start]
-        self._touched += part.numel() * part.element_size()
-        return part
+        """Elements ``[start, stop)`` of the parameter, which ``span`` has, on the host."""
+        entry = self._entry(span.file, span.key)
+        dtype = _DTYPES[entry["dtype"]]
+        first = entry["data_offsets"][0] + (start - span.start) * dtype.itemsize
+        return self._bytes(span.file, first, first + (stop - start) * dtype.itemsize).view(dtype)
 
     def whole(self, stored: Stored) -> Tensor:
-        """A tensor that is stored as it is. Do not keep it: it maps the whole file."""
-        value: Tensor = self._file(stored.file).get_tensor(stored.key)
-        return value
+        """A tensor that is stored as it is, on the host."""
+        entry = self._entry(stored.file, stored.key)
+        return self._bytes(stored.file, *entry["data_offsets"]).view(_DTYPES[entry["dtype"]]).reshape(entry["shape"])
+
+    def verify(self, name: str) -> None:
+        """Read all of the file and raise :class:`CheckpointError` where its bytes are not those that were written."""
+        self._file(name)
+        for chunk in range(-(-self.files[name].bytes // self.files[name].chunk)):
+            self._chunk(name, chunk)
 
     def close(self) -> None:
-        """Give the mappings back. Reading maps again."""
+        """Give the files and what is kept of them back. Reading opens them again."""
+        for opened in self._open.values():
+            os.close(opened.descriptor)
         self._open.clear()
-        self._touched = 0
+        self._kept.clear()
 
-    def _file(self, name: str) -> Any:
+    def _file(self, name: str) -> _Opened:
         if name not in self._open:
             self.check_file(name)
             try:
-                opened = safe_open(self.folder / name, "pt")
-            except (SafetensorError, OSError, ValueError) as error:
+                opened = self._open[name] = _Opened(os.open(self.folder / name, os.O_RDONLY))
+                size = int.from_bytes(self._raw(name, 0, 8).numpy().tobytes(), "little")
+                header = json.loads(self._raw(name, 8, min(8 + size, self.files[name].bytes)).numpy().tobytes())
+            except (OSError, ValueError) as error:
                 raise CheckpointError(f"{self.folder / name} is damaged: {error}") from error
-            self._open[name] = opened
-            self._keys[name] = frozenset(opened.keys())  # type: ignore[no-untyped-call]
+            opened.data, opened.header = 8 + size, header
         return self._open[name]
 
-    def _slice(self, file: str, key: str) -> Any:
-        opened = self._file(file)
-        if key not in self._keys[file]:
+    def _entry(self, file: str, key: str) -> dict[str, Any]:
+        header = self._file(file).header
+        if key not in header:
             raise CheckpointError(f"{self.folder / file} is damaged: it has no tensor {key!r}")
-        return opened.get_slice(key)
+        entry: dict[str, Any] = header[key]
+        return entry
+
+    def _bytes(self, name: str, start: int, stop: int) -> Tensor:
+        """Bytes ``[start, stop)`` of the file's data."""
+        data = self._file(name).data
+        return self._raw(name, data + start, data + stop)
+
+    def _raw(self, name: str, start: int, stop: int) -> Tensor:
+        """Bytes ``[start, stop)`` of the file, checked; those of whole chunks are read to where they are wanted."""
+        out, size = torch.empty(stop - start, dtype=torch.uint8), self.files[name].chunk
+        if hasattr(os, "posix_fadvise") and stop - start > size:
+            os.posix_fadvise(self._open[name].descriptor, start, stop - start, os.POSIX_FADV_WILLNEED)
+        at = start
+        while at < stop:
+            chunk = at // size
+            end = min((chunk + 1) * size, stop)
+            if end - at == size:
+                self._chunk(name, chunk, out[at - start : end - start])
+            else:
+                out[at - start : end - start] = self._edge(name, chunk)[at - chunk * size : end - chunk * size]
+            at = end
+        return out
+
+    def _edge(self, name: str, chunk: int) -> Tensor:
+        """A chunk that is kept for the next one who wants a part of it."""
+        if (name, chunk) not in self._kept:
+            self._kept[name, chunk] = self._chunk(name, chunk)
+            if len(self._kept) > _KEPT:
+                self._kept.popitem(last=False)
+        self._kept.move_to_end((name, chunk))
+        return self._kept[name, chunk]
+
+    def _chunk(self, name: str, chunk: int, into: Tensor | None = None) -> Tensor:
+        """All bytes of a chunk. Raises :class:`CheckpointError` when they are not those that were written."""
+        record = self.files[name]
+        low, high = chunk * record.chunk, min((chunk + 1) * record.chunk, record.bytes)
+        into = torch.empty(high - low, dtype=torch.uint8) if into is None else into
+        buffer, got = into.numpy().data, 0
+        while got < high - low:
+            count = os.preadv(self._open[name].descriptor, [buffer[got:]], low + got)
+            if not count:
+                raise CheckpointError(f"{self.folder / name} is damaged: it ends at byte {low + got} of {record.bytes}")
+            got += count
+        found, written = f"{crc32(buffer):08x}", record.sum_of(chunk)
+        if found != written:
+            raise CheckpointError(
+                f"{self.folder / name} is damaged: bytes {low} to {high} have checksum {found}, {written} was written"
+            )
+        return into
+
+
+@dataclass
+class _Opened:
+    """An open file: its header, and the byte at which its tensors begin."""
+
+    descriptor: int
+    data: int = 0
+    header: dict[str, Any] = field(default_factory=dict)
+
+
+def wrong_size(path: Path, record: FileRecord) -> str:
+    """What is wrong with the file without a look inside: nothing, it is missing, or it has another size."""
+    try:
+        found = path.stat().st_size
+    except FileNotFoundError:
+        return f"{path} is missing; it was {record.bytes} bytes when the checkpoint was made"
+    return "" if found == record.bytes else f"{path} is damaged: it has {found} bytes, {record.bytes} were written"

@@ -204,6 +204,7 @@ class DeepSpeedEngine(Engine):
                     os.path.join(save_dir, save_filename),
                 )
             return False
+        self.finish_step()
         save_weights(self, save_dir, save_filename, frozen=not exclude_frozen_parameters)
         return True
 

@@ -44,14 +44,14 @@ def arm(at: str, rank: int) -> None:
     """The process of the rank that ``at`` is about kills itself there, without a chance to clean up."""
     write, commit = saving.write_tensors, store.Draft.commit
 
-    def half(path: Path, parts: Any) -> int:
+    def half(path: Path, parts: Any) -> Any:
         if at == "before rank 1 writes":
             kill()
-        size = write(path, parts)
+        record = write(path, parts)
         if at == "half of rank 1's file":
-            os.truncate(path, size // 2)
+            os.truncate(path, record.bytes // 2)
             kill()
-        return size
+        return record
 
     def torn(draft: Any, manifest: Any) -> None:
         if at == "half of the manifest":
@@ -370,5 +370,6 @@ def test_weights_can_be_saved_without_the_optimizer(tmp_path: Path) -> None:
     checkpoint of an engine that only runs forward. (row 46)"""
     every, weights, state = run_ranks(weights_alone, 2, str(tmp_path))[0]
     size = 4 * sum(p.numel() for p in models.build("gpt").parameters())
-    assert size <= weights <= size + 8192 and size <= state <= size + 8192
+    own = 2 * 12288  # what both ranks have of their own, random states above all
+    assert size <= weights <= size + 8192 + own and size <= state <= size + 8192
     assert every >= 3 * size
