@@ -196,6 +196,7 @@ def doctor(
 
 
 app.command()(checkpoints.export)
+app.add_typer(checkpoints.app, name="checkpoint")
 
 
 def _bytes(option: str, text: str | None) -> int | None:
