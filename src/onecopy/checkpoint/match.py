@@ -129,7 +129,7 @@ def _match_modules(engine: Engine, manifest: Manifest, found: Match) -> None:
 
 
 def _match_optimizer(engine: Engine, manifest: Manifest, groups: list[list[str]], found: Match) -> None:
-    kind, saved, said = type(engine.optimizer).__name__, manifest.optimizer, found.differences.training
+    kind, saved, said = type(engine._core.optimizer).__name__, manifest.optimizer, found.differences.training
     if saved is None:
         said.append(f"the optimizer is {kind}, the checkpoint has none: optimizer_states=False loads weights alone")
         return
