@@ -42,7 +42,9 @@ def test_a_reader_reads_ranges_and_notices_damage(tmp_path: Path) -> None:
     size, span = record.bytes, Span(file="f", key="k", start=10, stop=20)
     reader = Reader(tmp_path, {"f": record})
     reader.check(span, (10,), "float32")
-    assert reader.read(span, 12, 15).tolist() == [12, 13, 14]
+    for out in (torch.empty(3), torch.empty(3, dtype=torch.int64), torch.empty(6)[::2]):
+        reader.read(span, 12, 15, out)
+        assert out.tolist() == [12, 13, 14]
     with pytest.raises(CheckpointError, match=r"f is damaged: 'k' is F32 of shape \[10\].*BF16 of shape \[9\]"):
         reader.check(span, (9,), "bfloat16")
     with pytest.raises(CheckpointError, match="f is damaged: it has no tensor 'other'"):
@@ -73,7 +75,9 @@ def test_ranges_across_chunks_are_right_and_each_chunk_is_checked(tmp_path: Path
     span = Span(file="f", key="wide", start=0, stop=50)
     for start, stop in itertools.product(range(51), repeat=2):
         if start <= stop:
-            assert torch.equal(reader.read(span, start, stop), values["wide"][start:stop])
+            out = torch.empty(stop - start, dtype=torch.float64)
+            reader.read(span, start, stop, out)
+            assert torch.equal(out, values["wide"][start:stop])
     reader.close()
     content = bytearray((tmp_path / "f").read_bytes())
     header = 8 + int.from_bytes(content[:8], "little")
@@ -84,7 +88,7 @@ def test_ranges_across_chunks_are_right_and_each_chunk_is_checked(tmp_path: Path
     noticed = set()
     for element in range(50):
         try:
-            Reader(tmp_path, {"f": record}).read(span, element, element + 1)
+            Reader(tmp_path, {"f": record}).read(span, element, element + 1, torch.empty(1, dtype=torch.float64))
         except CheckpointError as error:
             assert f"bytes {low} to {low + 64} have checksum" in str(error)
             noticed.add(element)

@@ -299,10 +299,10 @@ def reads(rank: int, world: int, folder: str, dtype: str | None) -> dict[str, in
     for name, plan in plans.items():
         engine, count = start("even", plan), 0
 
-        def counted(reader: Any, span: Any, start: int, stop: int) -> Tensor:
+        def counted(reader: Any, span: Any, start: int, stop: int, out: Tensor) -> None:
             nonlocal count
             count += stop - start
-            return real(reader, span, start, stop)
+            real(reader, span, start, stop, out)
 
         loading.Reader.read = counted  # type: ignore[method-assign]
         engine.load(folder)

@@ -40,7 +40,7 @@ __all__ = ["Loaded", "Wanted", "load"]
 
 # How a group is stepped, not what the step is: these stay as the optimizer was built here.
 _EXECUTION = frozenset(("foreach", "fused", "capturable", "differentiable"))
-_AT_ONCE = 1 << 24  # elements that are read before they are put where they belong
+_AT_ONCE = 1 << 22  # elements that are read before they go to a place that is no memory
 _SCHEDULED = frozenset(("lr", "initial_lr"))
 
 
@@ -267,14 +267,14 @@ class Loading:
             for span, low, high in state.covering(part[0] - slot.start, part[1] - slot.start):
                 for first in range(low, high, _AT_ONCE):
                     last, at = min(first + _AT_ONCE, high), start + first - (part[0] - slot.start)
-                    target.into.write(at, at + last - first, self.reader.read(span, first, last))
+                    values = torch.empty(last - first, dtype=getattr(torch, state.dtype))
+                    self.reader.read(span, first, last, values)
+                    target.into.write(at, at + last - first, values)
 
     def _fill(self, out: Tensor, state: State, start: int) -> None:
         """``out`` becomes elements ``[start, start + out.numel())`` of ``state``."""
         for span, low, high in state.covering(start, start + out.numel()):
-            for first in range(low, high, _AT_ONCE):
-                last = min(first + _AT_ONCE, high)
-                out[first - start : last - start].copy_(self.reader.read(span, first, last))
+            self.reader.read(span, low, high, out[low - start : high - start])
 
     def _read_moments(self, weights: Weights) -> None:
         """Make the optimizer's states what they were, tile by tile; a parameter that was never stepped has none."""

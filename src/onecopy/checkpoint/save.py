@@ -135,7 +135,6 @@ def save(engine: Engine, directory: str | os.PathLike[str], tag: str | None, wis
     except CheckpointError:  # raised on every rank, so all are here
         meeting.from_rank0(draft.discard)
         raise
-    engine._saves.release()
     meeting.from_rank0(lambda: _make_newest(draft, wish))
     return str(draft.target)
 

@@ -49,6 +49,8 @@ _DTYPES: dict[str, torch.dtype] = {code: getattr(torch, name) for name, code in 
 
 _WRITEBACK = 16 << 20  # bytes that the disk is given to write at once
 _KEPT = 16  # chunks
+_AHEAD = 16 << 20  # bytes that the disk is asked for before they are wanted
+_PART = 1 << 20  # elements that are converted at once
 
 
 class Later(ABC):
@@ -270,17 +272,30 @@ class Reader:
                 f"manifest says {expected[1]} of shape {expected[0]}"
             )
 
-    def read(self, span: Span, start: int, stop: int) -> Tensor:
-        """Elements ``[start, stop)`` of the parameter, which ``span`` has, on the host."""
+    def read(self, span: Span, start: int, stop: int, out: Tensor) -> None:
+        """Fill ``out``, flat, with elements ``[start, stop)`` of the parameter, which ``span`` has.
+
+        They are read to where they belong where that is contiguous memory of the host and of their dtype.
+        """
         entry = self._entry(span.file, span.key)
         dtype = _DTYPES[entry["dtype"]]
-        first = entry["data_offsets"][0] + (start - span.start) * dtype.itemsize
-        return self._bytes(span.file, first, first + (stop - start) * dtype.itemsize).view(dtype)
+        first = self._file(span.file).data + entry["data_offsets"][0] + (start - span.start) * dtype.itemsize
+        if out.dtype == dtype and out.device.type == "cpu" and out.is_contiguous():
+            self._fill(span.file, first, out.detach().view(torch.uint8))
+            return
+        part = torch.empty(min(stop - start, _PART), dtype=dtype)
+        for low in range(0, stop - start, _PART):
+            piece = part[: min(_PART, stop - start - low)]
+            self._fill(span.file, first + low * dtype.itemsize, piece.view(torch.uint8))
+            out[low : low + piece.numel()].copy_(piece)
 
     def whole(self, stored: Stored) -> Tensor:
         """A tensor that is stored as it is, on the host."""
         entry = self._entry(stored.file, stored.key)
-        return self._bytes(stored.file, *entry["data_offsets"]).view(_DTYPES[entry["dtype"]]).reshape(entry["shape"])
+        first, last = entry["data_offsets"]
+        out = torch.empty(last - first, dtype=torch.uint8)
+        self._fill(stored.file, self._file(stored.file).data + first, out)
+        return out.view(_DTYPES[entry["dtype"]]).reshape(entry["shape"])
 
     def verify(self, name: str) -> None:
         """Read all of the file and raise :class:`CheckpointError` where its bytes are not those that were written."""
@@ -300,8 +315,8 @@ class Reader:
             self.check_file(name)
             try:
                 opened = self._open[name] = _Opened(os.open(self.folder / name, os.O_RDONLY))
-                size = int.from_bytes(self._raw(name, 0, 8).numpy().tobytes(), "little")
-                header = json.loads(self._raw(name, 8, min(8 + size, self.files[name].bytes)).numpy().tobytes())
+                size = int.from_bytes(self._some(name, 0, 8), "little")
+                header = json.loads(self._some(name, 8, min(8 + size, self.files[name].bytes)))
             except (OSError, ValueError) as error:
                 raise CheckpointError(f"{self.folder / name} is damaged: {error}") from error
             opened.data, opened.header = 8 + size, header
@@ -314,18 +329,20 @@ class Reader:
         entry: dict[str, Any] = header[key]
         return entry
 
-    def _bytes(self, name: str, start: int, stop: int) -> Tensor:
-        """Bytes ``[start, stop)`` of the file's data."""
-        data = self._file(name).data
-        return self._raw(name, data + start, data + stop)
+    def _some(self, name: str, start: int, stop: int) -> bytes:
+        out = torch.empty(stop - start, dtype=torch.uint8)
+        self._fill(name, start, out)
+        return out.numpy().tobytes()
 
-    def _raw(self, name: str, start: int, stop: int) -> Tensor:
-        """Bytes ``[start, stop)`` of the file, checked; those of whole chunks are read to where they are wanted."""
-        out, size = torch.empty(stop - start, dtype=torch.uint8), self.files[name].chunk
-        if hasattr(os, "posix_fadvise") and stop - start > size:
-            os.posix_fadvise(self._open[name].descriptor, start, stop - start, os.POSIX_FADV_WILLNEED)
-        at = start
+    def _fill(self, name: str, start: int, out: Tensor) -> None:
+        """Fill ``out`` with the file's bytes from ``start`` on, checked; those of whole chunks are read to it directly."""
+        size, stop = self.files[name].chunk, start + out.numel()
+        at = ahead = start
         while at < stop:
+            if ahead < stop and at + _AHEAD // 2 >= ahead and hasattr(os, "posix_fadvise"):
+                # The disk reads on while checksums are taken; of this range and no further.
+                os.posix_fadvise(self._open[name].descriptor, ahead, min(_AHEAD, stop - ahead), os.POSIX_FADV_WILLNEED)
+                ahead += _AHEAD
             chunk = at // size
             end = min((chunk + 1) * size, stop)
             if end - at == size:
@@ -333,7 +350,6 @@ class Reader:
             else:
                 out[at - start : end - start] = self._edge(name, chunk)[at - chunk * size : end - chunk * size]
             at = end
-        return out
 
     def _edge(self, name: str, chunk: int) -> Tensor:
         """A chunk that is kept for the next one who wants a part of it."""
