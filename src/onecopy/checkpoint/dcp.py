@@ -180,10 +180,12 @@ class DcpReader:
         if at + length > self.sizes[source.file]:
             raise CheckpointError(f"{self.folder / source.file} is damaged: it ends before byte {at + length}")
 
-    def read(self, span: Span, start: int, stop: int) -> Tensor:
-        """Elements ``[start, stop)`` of the parameter, which ``span`` has. The piece it is in is read whole."""
+    def read(self, span: Span, start: int, stop: int, out: Tensor) -> None:
+        """Fill ``out``, flat, with elements ``[start, stop)`` of the parameter, which ``span`` has. The piece it is in is
+        read whole."""
         tensor, inside = self._find(span)
-        return tensor.reshape(-1)[inside + start - span.start : inside + stop - span.start]
+        first = inside - span.start
+        out.copy_(tensor.reshape(-1)[first + start : first + stop])
 
     def whole(self, stored: Stored) -> Tensor:
         """A tensor that is stored as it is."""

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from onecopy.checkpoint import dcp_manifest, deepspeed, store
@@ -37,8 +38,8 @@ class Ranges(Protocol):
     def check(self, source: Span | Stored, shape: Sequence[int], dtype: str) -> None:
         """Raise :class:`CheckpointError` unless what ``source`` names is there, with that many elements of that dtype."""
 
-    def read(self, span: Span, start: int, stop: int) -> Tensor:
-        """Elements ``[start, stop)`` of the parameter, which ``span`` has. Do not keep it."""
+    def read(self, span: Span, start: int, stop: int, out: Tensor) -> None:
+        """Fill ``out``, flat, with elements ``[start, stop)`` of the parameter, which ``span`` has."""
 
     def whole(self, stored: Stored) -> Tensor:
         """A tensor that is stored as it is. Do not keep it."""
@@ -78,7 +79,10 @@ class Source:
             raise CheckpointError(f"{self.folder / MANIFEST} is damaged: {error}") from error
         for span, low, high in spans:
             for start in range(low, high, chunk):
-                yield self.reader.read(span, start, min(start + chunk, high)), start
+                stop = min(start + chunk, high)
+                part = torch.empty(stop - start, dtype=getattr(torch, state.dtype))
+                self.reader.read(span, start, stop, part)
+                yield part, start
 
 
 def reader_for(folder: Path, manifest: Manifest) -> Ranges:
