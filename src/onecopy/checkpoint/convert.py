@@ -17,7 +17,7 @@ from onecopy.errors import CheckpointError
 
 __all__ = ["convert"]
 
-_CHUNK = 1 << 24  # elements
+_CHUNK = 1 << 22  # elements
 
 
 class _Ranges(Later):

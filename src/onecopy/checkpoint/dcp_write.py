@@ -22,7 +22,7 @@ from onecopy.errors import CheckpointError
 
 __all__ = ["to_dcp"]
 
-_CHUNK = 1 << 24  # elements
+_CHUNK = 1 << 22  # elements
 
 
 class _Planner(DefaultSavePlanner):

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Exported", "Options", "export_checkpoint", "export_engine", "save_weights"]
 
-_CHUNK = 1 << 24  # elements that are read at once
+_CHUNK = 1 << 22  # elements that are read at once
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 

@@ -11,7 +11,7 @@ from onecopy.errors import CheckpointError
 __all__ = ["check_everything", "facts_of"]
 
 _SHOWN = ("lr", "weight_decay", "betas", "momentum")
-_CHUNK = 1 << 24  # elements
+_CHUNK = 1 << 22  # elements
 
 
 def facts_of(source: Source) -> dict[str, Any]:

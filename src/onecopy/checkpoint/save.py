@@ -65,13 +65,14 @@ _MOMENT = "optimizer."
 
 @dataclass(frozen=True)
 class Wish:
-    """What the caller of ``save`` asked for beside the tag."""
+    """What the caller of ``save`` asked for beside the tag. ``frozen``: parameters that are not trained, too."""
 
     client_state: dict[str, Any] | None = None
     data: own.Stateful | None = None
     latest: bool = True
     keep_last: int | None = None
     asynchronous: bool = False
+    frozen: bool = True
 
     def check(self) -> None:
         """Raise :class:`CheckpointError` for what cannot be asked for."""
@@ -102,6 +103,7 @@ class Prepared:
     client: Any
     groups: list[dict[str, Any]]
     scheduler: SchedulerRecord | None
+    frozen: bool
     extra: dict[str, Any] = field(default_factory=dict)
     tensors: list[tuple[str, Tensor | Later]] = field(default_factory=list)
     buffers: dict[str, Stored] = field(default_factory=dict)
@@ -214,11 +216,12 @@ def _prepare(engine: Engine, tag: str, wish: Wish) -> Prepared:
     wish.check()
     core, optimizer = engine._core, engine._core.optimizer
     client = None if wish.client_state is None else encode(wish.client_state, "client_state", tensors=False)
-    prepared = Prepared(client, _options(optimizer), _schedule(core.scheduler))
+    prepared = Prepared(client, _options(optimizer), _schedule(core.scheduler), wish.frozen)
     for unit in core.run.units:
         for weights in unit.weights:
             weights.notice_writes()
-            _add_weights(prepared, core, weights)
+            if wish.frozen or weights.spec.trainable:
+                _add_weights(prepared, core, weights)
     if core.ranks.rank == 0:
         _add_modules(prepared, engine.module)
     prepared.share.own = own.collect(wish.data, engine.device, lambda key, value: _store(prepared, key, value))
@@ -342,7 +345,7 @@ def _store(prepared: Prepared, key: str, tensor: Tensor) -> Stored:
 def _manifest(engine: Engine, prepared: Prepared, shares: list[Share], nonce: str, latest: bool) -> Manifest:
     """On rank 0: what all ranks write, but for their files."""
     core = engine._core
-    parameters = _parameters(core, shares)
+    parameters = {n: p for n, p in _parameters(core, shares).items() if prepared.frozen or p.trainable}
     return Manifest(
         format=VERSION,
         library={"onecopy": _version(), "torch": str(torch.__version__)},

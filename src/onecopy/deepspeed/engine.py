@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from onecopy.checkpoint.export import save_weights
+from onecopy.checkpoint.save import Wish, save
 from onecopy.deepspeed.comm import get_local_rank
 from onecopy.deepspeed.runtime.base_optimizer import ZeROOptimizer
 from onecopy.engine.engine import Engine
@@ -187,14 +188,17 @@ class DeepSpeedEngine(Engine):
         tag: str | None = None,
         client_state: dict[str, Any] | None = None,
         save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
     ) -> bool:
         """Save everything to ``save_dir/tag`` (by default ``global_step<N>``); every rank must call it.
 
         ``client_state``: plain values that :meth:`load_checkpoint` gives back. ``save_latest``: also make it the one
-        that a load without a tag finds. Returns True; raises :class:`~onecopy.errors.CheckpointError` on every rank.
+        that a load without a tag finds. ``exclude_frozen_parameters``: a load then needs ``load_module_strict=False``, and
+        leaves them as they are. Returns True; raises :class:`~onecopy.errors.CheckpointError` on every rank.
         """
         named = str(tag) if tag is not None else f"global_step{self.global_steps}"
-        self.save(os.fspath(save_dir), named, client_state=client_state, latest=save_latest)
+        self.finish_step()
+        save(self, save_dir, named, Wish(client_state, latest=save_latest, frozen=not exclude_frozen_parameters), None)
         return True
 
     def load_checkpoint(
@@ -240,6 +244,7 @@ class DeepSpeedEngine(Engine):
         return {name: value for name, value in found.items() if not (exclude_frozen_parameters and name in frozen)}
 
     _consolidated_16bit_state_dict = _zero3_consolidated_16bit_state_dict
+
     def save_16bit_model(
         self,
         save_dir: str | os.PathLike[str],

@@ -28,7 +28,7 @@ __all__ = [
 ]
 
 AnyModule = TypeVar("AnyModule", bound=nn.Module)
-_CHUNK = 1 << 24  # elements
+_CHUNK = 1 << 22  # elements
 
 
 class LazyTensor:
