@@ -19,12 +19,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from onecopy.checkpoint import own, store
+from onecopy.checkpoint import own, sources, store
 from onecopy.checkpoint.format import MANIFEST, Manifest, Parameter, State, Stored, decode, parse
 from onecopy.checkpoint.match import Differences, Match, groups_here, match
 from onecopy.checkpoint.modules import extra_modules, persistent_buffers
 from onecopy.checkpoint.save import check_at_rest
-from onecopy.checkpoint.tensors import Reader
 from onecopy.comm import meeting
 from onecopy.engine.weights import Weights
 from onecopy.errors import CheckpointError
@@ -60,12 +59,13 @@ def load(
     engine._saves.settle()
     meeting.same("what to load", (tag, *wanted.choices))
     meeting.together(lambda: check_at_rest(engine, "load"))
-    found = meeting.from_rank0(lambda: store.find(Path(directory), tag))
-    folder = Path(directory) / found.folder.name
-    meeting.together(lambda: _check_same(folder, found))
     groups = groups_here(engine)
+    found = meeting.from_rank0(lambda: sources.find(Path(directory), tag, groups, wanted.optimizer_states))
+    folder = Path(directory) / found.name
+    if not found.foreign:  # of another library's files, every rank checks those that it reads
+        meeting.together(lambda: _check_same(folder, found))
     manifest = meeting.together(lambda: parse(found.text, str(folder / MANIFEST)))
-    with closing(Reader(folder, manifest.files)) as reader:
+    with closing(sources.reader_for(folder, manifest)) as reader:
         loading = meeting.together(lambda: Loading(engine, manifest, reader, groups, wanted))
         try:
             meeting.together(loading.read)
@@ -137,13 +137,13 @@ class Loading:
     """
 
     def __init__(
-        self, engine: Engine, manifest: Manifest, reader: Reader, groups: list[list[str]], wanted: Wanted
+        self, engine: Engine, manifest: Manifest, reader: sources.Ranges, groups: list[list[str]], wanted: Wanted
     ) -> None:
         self.engine = engine
         self.core: Core = engine._core
         self.manifest = manifest
         self.reader = reader
-        self.folder = reader.folder
+        self.folder: Path = reader.folder
         self.wanted = wanted
         # An engine without an optimizer has nothing to put these into.
         self.optimizer_states = wanted.optimizer_states and self.core.tiles is not None

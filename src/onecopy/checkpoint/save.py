@@ -45,6 +45,7 @@ from onecopy.checkpoint.format import (
     parse,
 )
 from onecopy.checkpoint.modules import extra_modules, persistent_buffers
+from onecopy.checkpoint.recorded import describe
 from onecopy.checkpoint.store import Draft, check_tag, prune
 from onecopy.checkpoint.tensors import Later, Writer, file_bytes, part_of, write_tensors
 from onecopy.comm import meeting
@@ -345,7 +346,7 @@ def _manifest(engine: Engine, prepared: Prepared, shares: list[Share], nonce: st
     return Manifest(
         format=VERSION,
         library={"onecopy": _version(), "torch": str(torch.__version__)},
-        plan=_provenance(core),
+        plan=_provenance(core) | {"model": describe(engine.module, core.names)},
         counters={
             "global_steps": engine.global_steps,
             "skipped_steps": engine.skipped_steps,

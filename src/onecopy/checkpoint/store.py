@@ -189,6 +189,13 @@ class Found:
     folder: Path
     text: str
     notes: tuple[str, ...] = ()
+    foreign: bool = False  # another library's, of which the text is made up
+    here: bool = False  # the folder is the directory that was searched itself
+
+    @property
+    def name(self) -> str:
+        """The folder's name in the directory that was searched."""
+        return "" if self.here else self.folder.name
 
 
 @dataclass(frozen=True, order=True)

@@ -7,9 +7,10 @@ does not make it durable, and knows no checksums.
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,6 +29,7 @@ __all__ = [
     "Reader",
     "Writer",
     "file_bytes",
+    "header_of",
     "part_of",
     "sync_folder",
     "write_durably",
@@ -86,21 +88,36 @@ def part_of(held: Held, low: int, high: int) -> Tensor | Later:
     return held.plain[low:high] if held.plain is not None else Later(held, low, high)
 
 
-def _layout(tensors: Sequence[tuple[str, Tensor | Later]]) -> tuple[bytes, list[Tensor | Later]]:
-    """The file's header, and the tensors in the order of their bytes: wide elements first, so that each is aligned, and
-    of those equally wide first the ones that are not in memory."""
-    header, order, at = {}, [], 0
-    for key, tensor in sorted(tensors, key=lambda item: (-item[1].element_size(), not isinstance(item[1], Later))):
-        dtype = dtype_name(tensor.dtype)
-        if dtype not in _CODES:
-            raise CheckpointError(f"{key} has dtype {dtype}, which a safetensors file cannot hold")
-        stop = at + tensor.numel() * tensor.element_size()
-        header[key] = {"dtype": _CODES[dtype], "shape": list(tensor.shape), "data_offsets": [at, stop]}
-        order.append(tensor)
+def header_of(
+    described: Iterable[tuple[str, torch.dtype, Sequence[int]]], metadata: Mapping[str, str] | None = None
+) -> tuple[bytes, dict[str, int], int]:
+    """The head of a safetensors file of tensors given as (key, dtype, shape); the byte of the file at which each begins, in
+    order; and the file's size.
+
+    Wide elements come first, so that each tensor is aligned. Raises :class:`CheckpointError` for a dtype that safetensors
+    does not know.
+    """
+    header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    starts, at = {}, 0
+    for key, dtype, shape in sorted(described, key=lambda item: -item[1].itemsize):
+        if dtype_name(dtype) not in _CODES:
+            raise CheckpointError(f"{key} has dtype {dtype_name(dtype)}, which a safetensors file cannot hold")
+        starts[key], stop = at, at + math.prod(shape) * dtype.itemsize
+        header[key] = {"dtype": _CODES[dtype_name(dtype)], "shape": list(shape), "data_offsets": [at, stop]}
         at = stop
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text, order
+    head = len(text).to_bytes(8, "little") + text
+    return head, {key: len(head) + start for key, start in starts.items()}, len(head) + at
+
+
+def _layout(tensors: Sequence[tuple[str, Tensor | Later]]) -> tuple[bytes, list[Tensor | Later]]:
+    """The file's header, and the tensors in the order of their bytes: of those equally wide first the ones that are not in
+    memory."""
+    tensors = sorted(tensors, key=lambda item: not isinstance(item[1], Later))
+    header, starts, _ = header_of((key, tensor.dtype, tensor.shape) for key, tensor in tensors)
+    by_key = dict(tensors)
+    return header, [by_key[key] for key in starts]
 
 
 def file_bytes(tensors: Sequence[tuple[str, Tensor | Later]]) -> int:
@@ -279,7 +296,7 @@ class Reader:
     def close(self) -> None:
         """Give the files and what is kept of them back. Reading opens them again."""
         for opened in self._open.values():
-            os.close(opened.descriptor)
+            opened.file.close()
         self._open.clear()
         self._kept.clear()
 
@@ -287,7 +304,7 @@ class Reader:
         if name not in self._open:
             self.check_file(name)
             try:
-                opened = self._open[name] = _Opened(os.open(self.folder / name, os.O_RDONLY))
+                opened = self._open[name] = _Opened(open(self.folder / name, "rb", buffering=0))  # noqa: SIM115 - kept open
                 size = int.from_bytes(self._some(name, 0, 8), "little")
                 header = json.loads(self._some(name, 8, min(8 + size, self.files[name].bytes)))
             except (OSError, ValueError) as error:
@@ -314,7 +331,7 @@ class Reader:
         while at < stop:
             if ahead < stop and at + _AHEAD // 2 >= ahead and hasattr(os, "posix_fadvise"):
                 # The disk reads on while checksums are taken; of this range and no further.
-                os.posix_fadvise(self._open[name].descriptor, ahead, min(_AHEAD, stop - ahead), os.POSIX_FADV_WILLNEED)
+                os.posix_fadvise(self._open[name].file.fileno(), ahead, min(_AHEAD, stop - ahead), os.POSIX_FADV_WILLNEED)
                 ahead += _AHEAD
             chunk = at // size
             end = min((chunk + 1) * size, stop)
@@ -340,7 +357,7 @@ class Reader:
         into = torch.empty(high - low, dtype=torch.uint8) if into is None else into
         buffer, got = into.numpy().data, 0
         while got < high - low:
-            count = os.preadv(self._open[name].descriptor, [buffer[got:]], low + got)
+            count = os.preadv(self._open[name].file.fileno(), [buffer[got:]], low + got)
             if not count:
                 raise CheckpointError(f"{self.folder / name} is damaged: it ends at byte {low + got} of {record.bytes}")
             got += count
@@ -356,7 +373,7 @@ class Reader:
 class _Opened:
     """An open file: its header, and the byte at which its tensors begin."""
 
-    descriptor: int
+    file: IO[bytes]
     data: int = 0
     header: dict[str, Any] = field(default_factory=dict)
 

@@ -7,7 +7,6 @@ What differs from DeepSpeed, and which keys of its JSON do what, is in ``docs/de
 from __future__ import annotations
 
 import argparse
-import logging
 import os
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -20,10 +19,27 @@ import onecopy
 from onecopy import schedules as lr_schedules
 from onecopy.comm import meeting
 from onecopy.comm.groups import world_size
-from onecopy.deepspeed import comm, ops, utils, zero
+from onecopy.deepspeed import (
+    accelerator,
+    checkpoint,
+    checkpointing,
+    comm,
+    git_version_info,
+    ops,
+    params,
+    runtime,
+    utils,
+    zero,
+)
+from onecopy.deepspeed.accelerator import get_accelerator
 from onecopy.deepspeed.comm import init_distributed
 from onecopy.deepspeed.data import make_dataloader
 from onecopy.deepspeed.engine import DeepSpeedEngine, Settings
+from onecopy.deepspeed.runtime.base_optimizer import DeepSpeedOptimizer
+from onecopy.deepspeed.utils.logging import log_dist, logger
+from onecopy.deepspeed.version import git_branch as __git_branch__
+from onecopy.deepspeed.version import git_hash as __git_hash__
+from onecopy.deepspeed.version import version
 from onecopy.errors import ConfigError
 from onecopy.plan.config import DEEPSPEED, load_config, read_config
 from onecopy.plan.offload_keys import DEVICES
@@ -31,11 +47,13 @@ from onecopy.plan.plan import Plan
 from onecopy.recipes import build_optimizer
 
 __all__ = [
-    "DeepSpeedEngine", "add_config_arguments", "comm", "init_distributed", "initialize", "lr_schedules", "ops",
-    "utils", "zero",
+    "DeepSpeedEngine", "DeepSpeedOptimizer", "accelerator", "add_config_arguments", "checkpoint", "checkpointing", "comm",
+    "get_accelerator", "git_version_info", "init_distributed", "initialize", "log_dist", "logger", "lr_schedules", "ops",
+    "params", "runtime", "utils", "version", "zero",
 ]  # fmt: skip
 
-_logger = logging.getLogger("onecopy")
+__version__ = version
+
 ConfigSource = str | os.PathLike[str] | Mapping[str, Any]
 
 
@@ -83,7 +101,8 @@ def initialize(
 
     def prepare() -> tuple[dict[str, Any], tuple[Plan, Any, Any], DataLoader[Any] | None]:
         given = read_config(_source(args, config, config_params))
-        chosen = _choices(load_config(given, ranks, defaults=DEEPSPEED), optimizer, model_parameters, lr_scheduler)
+        plan = load_config(given, ranks, auto=_facts(model, optimizer), defaults=DEEPSPEED)
+        chosen = _choices(plan, optimizer, model_parameters, lr_scheduler)
         _refuse_idle_offload(model, chosen[0], chosen[1])
         loader = None
         if training_data is not None:
@@ -92,13 +111,24 @@ def initialize(
             loader = make_dataloader(training_data, **share, collate_fn=collate_fn, drop_last=drop_last)
         return given, chosen, loader
 
+    if rank == 0:
+        logger.info("DeepSpeed info: version=%s, git-hash=%s, git-branch=%s", version, __git_hash__, __git_branch__)
     given, (plan, make_optimizer, scheduler), loader = meeting.all_or_none(prepare)
     engine = onecopy.initialize(model, plan, optimizer=make_optimizer, scheduler=scheduler, engine_class=DeepSpeedEngine)
-    if rank == 0 and plan.notes:
-        _logger.warning("configuration keys without effect here:\n%s", "\n".join(plan.notes))
     section = given.get("zero_optimization") or {}
     engine.settings = Settings(given, int(section.get("stage", 0)), ranks, rank)
     return engine, engine.optimizer, loader, engine.lr_scheduler
+
+
+def _facts(model: nn.Module, optimizer: Any) -> dict[str, Any]:
+    """What keys that say "auto" are: the precision is the model's, arguments of an optimizer are those of the one passed."""
+    dtypes = {p.dtype for p in model.parameters() if p.requires_grad and p.is_floating_point()}
+    found: dict[str, Any] = {}
+    if len(dtypes) == 1:
+        found = {"fp16.enabled": dtypes == {torch.float16}, "bf16.enabled": dtypes == {torch.bfloat16}}
+    if isinstance(optimizer, torch.optim.Optimizer):
+        found |= {f"optimizer.params.{key}": value for key, value in optimizer.defaults.items()}
+    return found
 
 
 def _refuse_idle_offload(model: nn.Module, plan: Plan, optimizer: Any) -> None:

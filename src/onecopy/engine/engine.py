@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -14,10 +15,12 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from onecopy.checkpoint.background import Saves
+from onecopy.checkpoint.export import Exported, Options, dtype_of, export_engine
 from onecopy.checkpoint.load import Loaded, Wanted, load
 from onecopy.checkpoint.own import Stateful
 from onecopy.checkpoint.save import Wish, save
 from onecopy.checkpoint.whole import full_state_dict
+from onecopy.cluster import quantity
 from onecopy.comm import assembly, watch
 from onecopy.engine.agreement import look
 from onecopy.engine.build import Core
@@ -184,7 +187,19 @@ class Engine(nn.Module):
         A rank that has no more batches goes on taking part with zeros, inside the loop, until no rank has any; the mean
         is over the micro-batches that had data. A window that is left incomplete at the end is stepped with what it has.
         """
+        if self.plan.step.when == "backward":
+            raise EngineError(
+                "uneven() learns at the end of a window how many micro-batches had data, and StepPolicy(when='backward') "
+                "steps before that; use when='boundary'"
+            )
         return uneven(self, batches, self._shares)
+
+    def finish_step(self) -> None:
+        """The last update reaches the parameters where steps are delayed (``StepPolicy(when="delayed")``), as before an
+        evaluation; otherwise it has already. :meth:`save`, :meth:`load` and all that reads or writes whole values does it
+        by itself. Collective."""
+        if self._core.stepper is not None:
+            self._core.stepper.quiet()
 
     def train(self, mode: bool = True) -> Engine:
         """As for any module. Ranks may run different numbers of forward passes in evaluation, and meet here again."""
@@ -209,6 +224,8 @@ class Engine(nn.Module):
         core = self._core
         self._closed = True
         core.hooks.remove()
+        if core.stepper is not None and core.stepper.end():
+            warnings.warn("close() drops the last update, which is delayed; call finish_step() before", stacklevel=2)
         if core.stepper is not None:
             core.stepper.discard()
         for unit in core.run.units:
@@ -282,6 +299,7 @@ class Engine(nn.Module):
         core, stepper = self._core, self._core.stepper
         assert stepper is not None
         core.gathering.release_all()
+        stepper.join_early()
         self._refuse_strangers()
         gradient = {memory.tier: memory.live["gradient"] for memory in core.tiers.all}
         # Gradients are too large by the loss scale, and too small where ranks had no data.
@@ -290,6 +308,7 @@ class Engine(nn.Module):
         state = look(core.run.units, options, stepper.edits, self._saves.failure())
         verdict = stepper.agree(scale, core.rounds.late(), state)
         if any(verdict.late):
+            stepper.refuse_early("gradients came after their unit was sent")
             core.rounds.send_late(verdict.late)
             verdict = stepper.agree(scale, core.rounds.late(), state)
         if verdict.empty:
@@ -298,6 +317,8 @@ class Engine(nn.Module):
             raise EngineError(
                 f"step() {what} since the last step: nothing to step with; engine.discard_gradients() skips a window"
             )
+        if not verdict.finite:
+            stepper.refuse_early(f"gradients of step {self.global_steps} are not finite")
         if not verdict.finite and self._scaler.at_floor:
             raise_at_floor(self._scaler, self.global_steps, core.rounds.suspects.names, core.hooks.outputs_finite())
         self.global_steps += 1
@@ -328,6 +349,7 @@ class Engine(nn.Module):
         Parameters have the dtype they compute in; tied ones are one tensor under each of their names. ``rank0_only``:
         other ranks get an empty dict. Beside the result, one unit is whole at a time.
         """
+        self.finish_step()
         return full_state_dict(self, rank0_only)
 
     def save(
@@ -357,6 +379,7 @@ class Engine(nn.Module):
         fails later, it is raised by the next :meth:`step` that ends a window (which is taken), :meth:`save`, :meth:`load` or
         :meth:`close`.
         """
+        self.finish_step()
         wish = Wish(client_state, data, latest, keep_last, asynchronous)
         return save(self, directory, tag, wish, patience)
 
@@ -385,8 +408,32 @@ class Engine(nn.Module):
         missing or damaged, or the model is another one. The engine is then as it was; or, when the damage is inside a file,
         it refuses to step or save until a checkpoint is loaded.
         """
+        self.finish_step()
         wanted = Wanted(optimizer_states, scheduler_states, strict, random_states, data)
         return load(self, directory, tag, wanted, patience)
+
+    def export(
+        self,
+        directory: str | os.PathLike[str],
+        dtype: str | torch.dtype | None = None,
+        max_shard_size: int | str | None = "5GB",
+        *,
+        model_dir: str | os.PathLike[str] | None = None,
+        patience: float | None = None,
+    ) -> Exported:
+        """Write plain weights to the folder ``directory``, as ``from_pretrained`` reads them. Collective.
+
+        Safetensors files of at most ``max_shard_size`` bytes (one tensor may be larger), with an index when they are several;
+        tied weights once; a Hugging Face model's configuration; configuration and tokenizer of the folder ``model_dir``.
+        ``dtype``: of floating-point parameters, "fp32" from their master weights (default: that they compute in); buffers
+        stay as they are. Of a PEFT model, the adapters alone, in PEFT's layout. One unit is whole at a time; rank 0 writes.
+
+        Raises :class:`~onecopy.errors.CheckpointError` on every rank, with nothing left behind, when rank 0 cannot write or
+        there are weights already.
+        """
+        size = quantity(max_shard_size, "max_shard_size", size=True) if isinstance(max_shard_size, str) else max_shard_size
+        folder = os.fspath(model_dir) if model_dir is not None else None
+        return export_engine(self, directory, Options(dtype_of(dtype), size, folder), patience)
 
     def _refuse_strangers(self) -> None:
         """A parameter that joined the model after initialize would never be stepped."""

@@ -7,7 +7,7 @@ Why a unit has an op is said in ``schedule/lower.py``; what one does is in ``wei
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
@@ -24,6 +24,10 @@ __all__ = ["Run", "UnitRun"]
 
 
 _NOTHING: list[Op] = []
+
+
+def _nobody(unit: UnitRun) -> None:
+    """Nobody waits for it."""
 
 
 @dataclass(eq=False)
@@ -76,6 +80,8 @@ class Run:
             for op in listed:
                 self._ops.setdefault((name, event, op.kind), []).append(op)
         self.accumulates = schedule.plan.batch.accumulation > 1
+        # Told when the gradients of a unit are those of the step.
+        self.settled: Callable[[UnitRun], None] = _nobody
 
     def writing(self) -> AbstractContextManager[None]:
         """Around changes of all shards at once."""

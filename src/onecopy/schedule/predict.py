@@ -69,7 +69,8 @@ def resident(schedule: Schedule, piece: int) -> dict[Tier, Bytes]:
         if not buffer.trainable:
             continue
         gradient = buffer.elements(row.gradient.rest) * itemsize(gradient_codec(schedule, buffer))
-        tiers[row.gradient.rest.tier]["gradient"] += gradient
+        # A step that is delayed keeps the gradients of its window through the next.
+        tiers[row.gradient.rest.tier]["gradient"] += gradient * (2 if buffer.step.when == "delayed" else 1)
         if buffer.master is not None:
             tiers[row.optimizer.tier]["master"] += _held(buffer, row.optimizer.tier, buffer.master, None)
         tiers[row.moment.tier]["moments"] += moments(schedule, buffer, piece)
@@ -171,6 +172,13 @@ def check_needs(schedule: Schedule, piece: int) -> None:
             f"the plan needs {total:,} bytes of {tier} memory on this rank and the cap is {cap:,}; largest: {largest}. "
             f"{_ADVICE[tier]}, or raise the cap"
         )
+    if plan.step.when != "boundary":
+        alone = [buffer.unit for buffer in schedule.buffers if buffer.trainable and buffer.master is None]
+        if alone:
+            problems.append(
+                f"step when is {plan.step.when!r}, and unit {alone[0]!r} has no master weights beside its parameters, which "
+                "would change while they are in use: train in bf16, leave parameters on 'device', or use when='boundary'"
+            )
     for buffer in schedule.buffers:
         other = {own or buffer.weight for _, own in schedule.facts.moments_of(buffer)} - {"float32"}
         if buffer.trainable and buffer.row.moment.codec is not None and other:
@@ -287,6 +295,9 @@ class _Walk:
                 self._count(kind, 0 if kind == "gradient" else size, tier)
         self._count("exchange buffer", schedule.facts.exchange)
         self._count("staging", scratch_bytes(schedule), "host")
+        if schedule.plan.step.when == "delayed":
+            self._count("gradient", at_rest["host"]["gradient"] // 2, "host")
+            self._count("workspace", self._beside(), "host")
         self._units = [unit.name for unit in schedule.facts.units]
         self._spans = [unit.name for unit in schedule.facts.units if unit.spans]
         self._gathered: set[str] = set()
@@ -309,9 +320,18 @@ class _Walk:
         for batch in range(micro):
             self._pass(self._units, "pre_forward", "post_forward")
             self._backward("boundary" if batch == micro - 1 else "grads_ready")
+        if self._schedule.plan.step.when != "boundary":
+            if self._schedule.plan.step.when == "backward":
+                self._count("workspace", self._beside(), "host")
+            return
         for unit in self._units:
             self._now = f"the step of {unit}"
             self._step_unit([buffer for buffer in self._schedule.of(unit) if buffer.trainable])
+
+    def _beside(self) -> int:
+        """A tile's gradients as they are stepped: what a step on a thread works with, until it is joined."""
+        grids = [(buffer.grid(), buffer.weight) for buffer in self._schedule.buffers if buffer.trainable]
+        return max((min(grid.tile, grid.numel) * itemsize(weight) for grid, weight in grids), default=0)
 
     # Parameters
 

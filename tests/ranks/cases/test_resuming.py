@@ -101,7 +101,7 @@ def test_every_stage_and_precision_resumes_every_other(tmp_path: Path, world: in
     of plain torch, which never stopped, in every cell; so are two more steps. Adds stage and precision changed at once,
     and hybrid sharding; offload is in ``../test_offload.py``. (row 53)"""
     run_ranks(save_matrix, world, str(tmp_path), kinds)
-    for cells, wrong in run_ranks(load_matrix, world, str(tmp_path), kinds, truth_of(world, 4), timeout=120):
+    for cells, wrong in run_ranks(load_matrix, world, str(tmp_path), kinds, truth_of(world, 4)):
         assert cells == (len(kinds) * len(everywhere(world))) ** 2
         assert not wrong, f"{len(wrong)} of {cells}: {wrong[:5]}"
 
@@ -140,7 +140,7 @@ def json_matrix(rank: int, world: int, folder: str, truth: list[dict[str, Tensor
 def test_every_json_resumes_every_other(tmp_path: Path) -> None:
     """The same with ``save_checkpoint`` and ``load_checkpoint``: 8 x 8 cells of configurations in fp32 and
     fp16. (row 53)"""
-    assert run_ranks(json_matrix, 2, str(tmp_path), truth_of(2, 3), timeout=120) == [[], []]
+    assert run_ranks(json_matrix, 2, str(tmp_path), truth_of(2, 3)) == [[], []]
 
 
 # ------------------------------------------------------------------------------------- row 54: resuming is going on
@@ -262,9 +262,9 @@ def test_ten_steps_are_five_and_five_in_new_processes(tmp_path: Path, world: int
     """Dropout, shuffled data stopped within an epoch, a cosine, a loss scale that moves: rates, scales, skipped
     steps, losses, random states, weights and moments of steps 6 to 10 are bit-equal after a restart. Adds new processes,
     dropout and data to what holds for engines; the position goes through ``data=``. (row 54)"""
-    straight = run_ranks(ten_straight, world, str(tmp_path), timeout=120)
+    straight = run_ranks(ten_straight, world, str(tmp_path))
     fresh_processes()
-    again = run_ranks(five_more, world, str(tmp_path), True, timeout=120)
+    again = run_ranks(five_more, world, str(tmp_path), True)
     for rank, (expected, found) in enumerate(zip(straight, again, strict=True)):
         for name, (first, lines, states) in expected.items():
             assert found[name][0] == lines, f"rank {rank}, {name}"
@@ -273,7 +273,7 @@ def test_ten_steps_are_five_and_five_in_new_processes(tmp_path: Path, world: int
             assert len(set(scales)) > 1 or name.startswith("fp32"), "the scale never moved"
             assert lines[-1][2] > 0 or name.startswith("fp32"), "no step was skipped"
     if world == 2:
-        blind = run_ranks(five_more, world, str(tmp_path), False, timeout=120)
+        blind = run_ranks(five_more, world, str(tmp_path), False)
         assert blind[0]["fp32 stage 2"][0] != straight[0]["fp32 stage 2"][1], "dropout makes no difference here"
 
 
@@ -428,5 +428,5 @@ def test_moments_of_odd_sizes_come_back_on_any_number_of_ranks(tmp_path: Path) -
     tags = [tag for tag in tags if tag in ("2-stage-0", "2-stage-2", "2-json-3", "3-stage-3-one-unit", "3-stage-3")]
     assert len(tags) == 5
     for world in (1, 2, 3, 4):
-        for wrong in run_ranks(load_counted, world, str(tmp_path), tags, after, timeout=120):
+        for wrong in run_ranks(load_counted, world, str(tmp_path), tags, after):
             assert not wrong, f"{len(wrong)}: {wrong[:4]}"

@@ -125,7 +125,7 @@ def test_killed_while_saving_all_ranks_resume_the_same_complete_one(tmp_path: Pa
     right = run_ranks(truths, 2, plans[plan])[0]
     several = {name: plans[name] for name in ("stage 3", "stage 2", "stage 0")}
     with pytest.raises(RankFailure, match=r"-9|[Cc]onnection|did not"):
-        run_ranks(killed, 2, str(tmp_path), at, plans[plan], second, timeout=30)
+        run_ranks(killed, 2, str(tmp_path), at, plans[plan], second)
     runs = run_ranks(resumed, 2, str(tmp_path), several)
     picked = {(step, count) for run in runs for step, count, _ in run.values()}
     assert len(picked) == 1, picked
@@ -160,7 +160,7 @@ def told_on_loading(rank: int, world: int, folder: str) -> str:
 def test_resuming_an_older_one_says_why(tmp_path: Path) -> None:
     """When the newest save was torn and an older one is resumed, rank 0 says so in the log or as a warning. (row 45)"""
     with pytest.raises(RankFailure):
-        run_ranks(killed, 2, str(tmp_path), "half of rank 1's file", onecopy.stage(2, units=SMALL), "second", timeout=30)
+        run_ranks(killed, 2, str(tmp_path), "half of rank 1's file", onecopy.stage(2, units=SMALL), "second")
     text = run_ranks(told_on_loading, 2, str(tmp_path))[0]
     assert "first" in text and "second" in text, f"loading said: {text!r}"
 
@@ -329,7 +329,7 @@ def fills_up(rank: int, world: int, folder: str, plans: list[str]) -> dict[str, 
 def test_a_disk_that_fills_up_on_the_way(tmp_path: Path, world: int, plans: list[str]) -> None:
     """No space at any point of a save, on any rank, under several plans: one error for all that says so, the former
     checkpoint is what a resume finds, and the next save works. Adds the points between. (row 46)"""
-    runs = run_ranks(fills_up, world, str(tmp_path), plans, timeout=120)
+    runs = run_ranks(fills_up, world, str(tmp_path), plans)
     for run in runs:
         for name, (text, left, same, after) in run.items():
             assert text == runs[0][name][0], name
