@@ -125,7 +125,7 @@ def build_core(
     away = _hold_moments(runs, schedule, tiers)
     if tiers.disk is not None:
         meeting.all_or_none(tiers.disk.open)
-    run = Run(schedule, runs, across, edges.shelf)
+    run = Run(schedule, runs, across, edges)
     gathering = Gathering(run, Others(number, ledger))
     with run.writing():
         _adopt(run, gathering, world, Materialise(model, device, names) if on_meta else None)

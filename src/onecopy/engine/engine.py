@@ -171,6 +171,7 @@ class Engine(nn.Module):
             core.rounds.complete()
         core.rounds.next_micro_batch()
         moved = self._step_boundary() if boundary else False
+        core.run.flush()
         self.micro_steps += 1
         self._saves.raise_agreed()
         return moved

@@ -347,6 +347,7 @@ class Stepper:
             raise
         if self._when == "delayed":
             self._move(partial(self._step_units, Verdict(0.0, {}, []), 1.0))
+            self._run.flush()
 
     def end(self) -> bool:
         """The engine is closed. Is there a delayed step that will never reach the parameters?"""
