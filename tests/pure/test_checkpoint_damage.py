@@ -6,6 +6,7 @@ import itertools
 import os
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -124,6 +125,27 @@ def test_damage_in_two_hundred_places_is_reported_and_never_loaded(tmp_path: Pat
         if count % 20 == 0:
             assert one.load(tmp_path) == {"pair": (1, 2)}
             assert whole(one) == truth
+
+
+def test_a_load_that_fails_on_its_way_leaves_an_engine_that_trains_no_mixture(tmp_path: Path, monkeypatch: Any) -> None:
+    """Damage far behind the beginning is found when weights before it are loaded: no step and no save until one is whole."""
+    monkeypatch.setattr(tensors, "CHUNK", 64)
+    one = engine()
+    good, bad = (saved(one, tmp_path, tag)[0] for tag in ("good", "bad"))
+    shard = tmp_path / "bad" / "rank-00000.safetensors"
+    content = bytearray(shard.read_bytes())
+    at = 8 + int.from_bytes(content[:8], "little") + 4 * 4 * 15  # in moments of the second layer
+    content[at] ^= 1
+    shard.write_bytes(content)
+    with pytest.raises(CheckpointError, match=r"have checksum .* The engine holds a part of .*bad now; load again"):
+        one.load(tmp_path, "bad", random_states=False)
+    for call in (lambda: step(one), lambda: one.save(tmp_path, "more")):
+        with pytest.raises(OneCopyError, match=r"load\(\) failed: .*load\(\) a?"):
+            call()
+    one.discard_gradients()
+    one.load(tmp_path, "good")
+    assert whole(one) == good != bad
+    step(one)
 
 
 def saved(one: onecopy.Engine, folder: Path, *tags: str, **options: int) -> list[list[float]]:

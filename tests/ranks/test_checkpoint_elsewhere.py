@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import onecopy
-from onecopy.checkpoint import load as loading
+from onecopy.checkpoint import tensors
 from onecopy.plan.plan import Precision
 from tests.ranks import models
 from tests.ranks.checkpoints import SMALL, adamw, everything, refusal, start, steps, unequal
@@ -295,7 +295,7 @@ def reads(rank: int, world: int, folder: str, dtype: str | None) -> dict[str, in
     first = start("even", plans["stage 2"])
     steps(first, "even", rank, world, range(1))
     first.save(folder)
-    real = loading.Reader.read
+    real = tensors.Reader.read
     for name, plan in plans.items():
         engine, count = start("even", plan), 0
 
@@ -304,9 +304,9 @@ def reads(rank: int, world: int, folder: str, dtype: str | None) -> dict[str, in
             count += stop - start
             real(reader, span, start, stop, out)
 
-        loading.Reader.read = counted  # type: ignore[method-assign]
+        tensors.Reader.read = counted  # type: ignore[method-assign]
         engine.load(folder)
-        loading.Reader.read = real  # type: ignore[method-assign]
+        tensors.Reader.read = real  # type: ignore[method-assign]
         out[name] = count
     return out
 

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint import filesystem, metadata
 
-from onecopy.checkpoint.format import CHUNK, FileRecord, Span, Stored, dtype_name
+from onecopy.checkpoint.format import FileRecord, Span, Stored, dtype_name
 from onecopy.errors import CheckpointError
 
 __all__ = ["INDEX", "DcpReader", "Piece", "Tree", "read_index"]
@@ -228,5 +228,5 @@ def files_of(folder: Path, tree: Tree) -> dict[str, FileRecord]:
     for name in sorted({piece.file for piece in pieces}):
         if "/" in name or not (folder / name).is_file():
             raise CheckpointError(f"{folder / name} is missing, which {folder / INDEX} refers to")
-        found[name] = FileRecord(bytes=(folder / name).stat().st_size, chunk=CHUNK, crc32="")
+        found[name] = FileRecord(bytes=(folder / name).stat().st_size)
     return found

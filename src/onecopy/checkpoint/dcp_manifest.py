@@ -16,7 +16,6 @@ from onecopy.checkpoint.format import (
     Manifest,
     OptimizerRecord,
     Parameter,
-    SaveRecord,
     State,
     dtype_name,
     encode,
@@ -73,7 +72,6 @@ def describe(folder: Path, hints: Hints) -> Manifest:
         loss_scale=None,
         client_state=client,
         files=files,
-        save=SaveRecord(id="", at=0.0, latest=False),
     )
 
 

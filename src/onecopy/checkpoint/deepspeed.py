@@ -24,14 +24,12 @@ from onecopy.checkpoint.deepspeed_layouts import (
 )
 from onecopy.checkpoint.foreign import Hints, bare, kind_of, options_of
 from onecopy.checkpoint.format import (
-    CHUNK,
     VERSION,
     FileRecord,
     Group,
     Manifest,
     OptimizerRecord,
     Parameter,
-    SaveRecord,
     SchedulerRecord,
     State,
     Stored,
@@ -198,8 +196,7 @@ def _manifest(
         scheduler=_scheduler(content, config),
         loss_scale=_loss_scale(content.get("optimizer") or {}, saved.get("loss_scaler")),
         client_state=client,
-        files={name: FileRecord(bytes=size, chunk=CHUNK, crc32="") for name, size in reader.sizes.items()},
-        save=SaveRecord(id="", at=0.0, latest=False),
+        files={name: FileRecord(bytes=size) for name, size in reader.sizes.items()},
     )
 
 

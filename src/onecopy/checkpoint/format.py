@@ -130,11 +130,11 @@ class Stored(_Record):
 
 class FileRecord(_Record):
     """``bytes``: the file's size; ``crc32``: the CRC-32 (of zlib, gzip and PNG) of each ``chunk`` bytes of it in turn, the
-    last one shorter, as eight hexadecimal digits each with nothing between."""
+    last one shorter, as eight hexadecimal digits each with nothing between; none of another library's files."""
 
     bytes: int
-    chunk: int
-    crc32: str
+    chunk: int = CHUNK
+    crc32: str = ""
 
     def sum_of(self, chunk: int) -> str:
         """The digits of one chunk."""
@@ -158,9 +158,9 @@ class OptimizerRecord(_Record):
 class SaveRecord(_Record):
     """The save itself. ``id``: no two have the same; ``at``: seconds since 1970; ``latest``: was it made the newest?"""
 
-    id: str
-    at: float
-    latest: bool
+    id: str = ""
+    at: float = 0.0
+    latest: bool = True
 
 
 class SchedulerRecord(_Record):
@@ -190,7 +190,7 @@ class Manifest(_Record):
     client_state: Any
     ranks: tuple[dict[str, Any], ...] = ()
     files: dict[str, FileRecord]
-    save: SaveRecord
+    save: SaveRecord = SaveRecord()
 
     @property
     def model(self) -> dict[str, Any]:

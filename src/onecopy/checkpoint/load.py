@@ -41,6 +41,8 @@ __all__ = ["Loaded", "Wanted", "load"]
 # How a group is stepped, not what the step is: these stay as the optimizer was built here.
 _EXECUTION = frozenset(("foreach", "fused", "capturable", "differentiable"))
 _AT_ONCE = 1 << 22  # elements that are read before they go to a place that is no memory
+# A load that tore weights alone, which the next load of weights alone makes whole.
+_WITHOUT_MOMENTS = "load(optimizer_states=False)"
 _SCHEDULED = frozenset(("lr", "initial_lr"))
 
 
@@ -153,7 +155,7 @@ class Loading:
         self.core: Core = engine._core
         self.manifest = manifest
         self.reader = reader
-        self.folder = reader.folder
+        self.folder: Path = reader.folder
         self.wanted = wanted
         # An engine without an optimizer has nothing to put these into.
         self.optimizer_states = wanted.optimizer_states and self.core.tiles is not None
@@ -249,7 +251,8 @@ class Loading:
     def tear(self, error: CheckpointError) -> None:
         """The engine holds a part of the checkpoint: no step and no save until one is loaded whole."""
         if self.core.stepper is not None:
-            self.core.stepper.torn = f"load() failed: {error}"
+            call = "load()" if self.optimizer_states else _WITHOUT_MOMENTS
+            self.core.stepper.torn = self.core.stepper.torn or f"{call} failed: {error}"
 
     def _stored(self, record: dict[str, Any]) -> Tensor:
         return self.reader.whole(Stored.model_validate(record))
@@ -261,15 +264,19 @@ class Loading:
             if part is None:
                 continue
             start, stop = part[0] - target.low + target.first, part[1] - target.low + target.first
-            if isinstance(target.into, Tensor):
-                self._fill(target.into[start:stop], state, part[0] - slot.start)
-                continue
-            for span, low, high in state.covering(part[0] - slot.start, part[1] - slot.start):
-                for first in range(low, high, _AT_ONCE):
-                    last, at = min(first + _AT_ONCE, high), start + first - (part[0] - slot.start)
-                    values = torch.empty(last - first, dtype=getattr(torch, state.dtype))
-                    self.reader.read(span, first, last, values)
-                    target.into.write(at, at + last - first, values)
+            plain = target.into if isinstance(target.into, Tensor) else target.into.plain
+            if plain is not None:
+                self._fill(plain[start:stop], state, part[0] - slot.start)
+            elif isinstance(target.into, Held):
+                self._write(target.into, state, part[0] - slot.start, start, stop)
+
+    def _write(self, held: Held, state: State, first: int, start: int, stop: int) -> None:
+        """Elements ``[start, stop)`` of ``held``, which is no memory, become those of ``state`` from ``first`` on."""
+        for low in range(start, stop, _AT_ONCE):
+            high = min(low + _AT_ONCE, stop)
+            values = torch.empty(high - low, dtype=getattr(torch, state.dtype))
+            self._fill(values, state, first + low - start)
+            held.write(low, high, values)
 
     def _fill(self, out: Tensor, state: State, start: int) -> None:
         """``out`` becomes elements ``[start, start + out.numel())`` of ``state``."""
@@ -326,7 +333,7 @@ class Loading:
     def restore(self) -> None:
         """Group options, schedule, loss scale and counters, in the objects that others hold on to."""
         engine, core, manifest = self.engine, self.core, self.manifest
-        if self.optimizer_states and core.stepper is not None:
+        if core.stepper is not None and (self.optimizer_states or (core.stepper.torn or "").startswith(_WITHOUT_MOMENTS)):
             core.stepper.torn = None
         if self.match.same_groups and manifest.optimizer is not None and core.optimizer is not None:
             for group, saved in zip(core.optimizer.param_groups, manifest.optimizer.groups, strict=True):

@@ -6,6 +6,7 @@ exported and converted by the code that does it with our own, and each rank read
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -133,6 +134,8 @@ def open_source(path: Path, tag: str | None = None, optimizer_states: bool = Tru
         found = store.Found(path, (path / MANIFEST).read_text(encoding="utf-8"))
     else:
         found = find(path, tag, Hints(optimizer_states=optimizer_states))
+    if found.notes and not found.foreign:
+        warnings.warn(f"reading {found.folder}; {'; '.join(found.notes)}", stacklevel=2)
     manifest = parse(found.text, str(found.folder / MANIFEST))
     reader = reader_for(found.folder, manifest)
     for name in manifest.files if complete else ():

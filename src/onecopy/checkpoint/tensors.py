@@ -306,7 +306,7 @@ class Reader:
     def close(self) -> None:
         """Give the files and what is kept of them back. Reading opens them again."""
         for opened in self._open.values():
-            os.close(opened.descriptor)
+            opened.file.close()
         self._open.clear()
         self._kept.clear()
 
@@ -314,7 +314,7 @@ class Reader:
         if name not in self._open:
             self.check_file(name)
             try:
-                opened = self._open[name] = _Opened(os.open(self.folder / name, os.O_RDONLY))
+                opened = self._open[name] = _Opened(open(self.folder / name, "rb", buffering=0))  # noqa: SIM115 - kept open
                 size = int.from_bytes(self._some(name, 0, 8), "little")
                 header = json.loads(self._some(name, 8, min(8 + size, self.files[name].bytes)))
             except (OSError, ValueError) as error:
@@ -341,7 +341,7 @@ class Reader:
         while at < stop:
             if ahead < stop and at + _AHEAD // 2 >= ahead and hasattr(os, "posix_fadvise"):
                 # The disk reads on while checksums are taken; of this range and no further.
-                os.posix_fadvise(self._open[name].descriptor, ahead, min(_AHEAD, stop - ahead), os.POSIX_FADV_WILLNEED)
+                os.posix_fadvise(self._open[name].file.fileno(), ahead, min(_AHEAD, stop - ahead), os.POSIX_FADV_WILLNEED)
                 ahead += _AHEAD
             chunk = at // size
             end = min((chunk + 1) * size, stop)
@@ -367,7 +367,7 @@ class Reader:
         into = torch.empty(high - low, dtype=torch.uint8) if into is None else into
         buffer, got = into.numpy().data, 0
         while got < high - low:
-            count = os.preadv(self._open[name].descriptor, [buffer[got:]], low + got)
+            count = os.preadv(self._open[name].file.fileno(), [buffer[got:]], low + got)
             if not count:
                 raise CheckpointError(f"{self.folder / name} is damaged: it ends at byte {low + got} of {record.bytes}")
             got += count
@@ -383,7 +383,7 @@ class Reader:
 class _Opened:
     """An open file: its header, and the byte at which its tensors begin."""
 
-    descriptor: int
+    file: IO[bytes]
     data: int = 0
     header: dict[str, Any] = field(default_factory=dict)
 

@@ -262,7 +262,7 @@ def test_ten_steps_are_five_and_five_in_new_processes(tmp_path: Path, world: int
     """Dropout, shuffled data stopped within an epoch, a cosine, a loss scale that moves: rates, scales, skipped
     steps, losses, random states, weights and moments of steps 6 to 10 are bit-equal after a restart. Adds new processes,
     dropout and data to what holds for engines; the position goes through ``data=``. (row 54)"""
-    straight = run_ranks(ten_straight, world, str(tmp_path), timeout=120)
+    straight = run_ranks(ten_straight, world, str(tmp_path))
     fresh_processes()
     again = run_ranks(five_more, world, str(tmp_path), True)
     for rank, (expected, found) in enumerate(zip(straight, again, strict=True)):
