@@ -6,6 +6,8 @@ import os
 
 # Before torch is imported anywhere: ranks share the cores of one machine, one thread each.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Jobs that are healthy may be slow on a busy machine; tests of hangs set their own.
+os.environ.setdefault("ONECOPY_PATIENCE", "200")
 
 import torch
 from hypothesis import HealthCheck, settings

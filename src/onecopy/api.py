@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -32,6 +34,7 @@ __all__ = [
 ]
 
 E = TypeVar("E", bound=Engine)
+_logger = logging.getLogger("onecopy")
 
 
 def initialize(
@@ -53,6 +56,9 @@ def initialize(
     with a :class:`~onecopy.errors.HangError` that says where each is; default ``ONECOPY_PATIENCE`` from the environment,
     else 30 on the CPU and 600 on an accelerator. Rank 0's weights and buffers become everybody's.
 
+    What is to be said of the plan (keys of a configuration that do nothing, and why) is one line in the log ``onecopy``, on
+    rank 0.
+
     Raises, on every rank: :class:`~onecopy.errors.PlanError` for a plan or optimizer that cannot train this model,
     :class:`~onecopy.errors.RankMismatchError` when ranks were given different ones.
     """
@@ -60,6 +66,8 @@ def initialize(
         set_patience(patience)
     where = _usable(device) if device is not None else default_device()
     core = build_core(model, plan if plan is not None else stage(2), optimizer, scheduler, where)
+    if core.plan.notes and (not dist.is_initialized() or dist.get_rank() == 0):
+        _logger.warning("plan: %s", "; ".join(core.plan.notes))
     return engine_class(model, core)
 
 

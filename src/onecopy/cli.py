@@ -13,13 +13,17 @@ import typer
 from rich.console import Console
 
 from onecopy import gpt
+from onecopy.checkpoint import cli as checkpoints
+from onecopy.choose import choose
 from onecopy.cluster import quantity
+from onecopy.config_command import check_config, key_values, show_config
 from onecopy.errors import ConfigError, OneCopyError
 from onecopy.launch import Outcome, default_ranks, place, run_ranks
 from onecopy.place import STATES, Place
 from onecopy.planner.command import Asked, Machine, Wanted, run_plan
 from onecopy.planner.command import Method as Planned
 from onecopy.report.doctor import examine, notes, table
+from onecopy.templates import NAMES
 from onecopy.train import SAVE_EVERY, Method, Run, Settings, Task, show_report, what_is_kept
 from onecopy.train import train as run_training
 
@@ -37,6 +41,12 @@ Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on std
 Ranks = Annotated[
     int | None,
     typer.Option("--nproc", "--num_gpus", "--num-gpus", help="Ranks on this machine (default: one per accelerator, else 2)"),
+]
+Config = Annotated[
+    str | None, typer.Option(help="DeepSpeed JSON, or a template of onecopy config show; excludes the options it decides.")
+]
+Set = Annotated[
+    list[str] | None, typer.Option("--set", help="KEY=VALUE in place of what the file says, repeatable: fp16.enabled=true")
 ]
 
 
@@ -66,13 +76,15 @@ def train(
         list[str] | None, typer.Option(help="File or folder of text, repeatable (default: Python's standard library)")
     ] = None,
     seed: Annotated[int, typer.Option(help="Of the weights and of the order of the data.")] = 0,
-    config: Annotated[str | None, typer.Option(help="DeepSpeed JSON; excludes the options it decides.")] = None,
+    config: Config = None,
     stage: Annotated[int | None, typer.Option(help="ZeRO stage, 0 to 3 (default: 2)")] = None,
     dtype: Annotated[str | None, typer.Option(help="fp32, bf16 or fp16 (default: bf16 on an accelerator, else fp32)")] = None,
     batch_size: Annotated[int | None, typer.Option(help="Rows of one micro-batch on one rank (default: 16)")] = None,
     accumulation: Annotated[int | None, typer.Option(help="Micro-batches per optimizer step (default: 1)")] = None,
     lr: Annotated[float | None, typer.Option(help="Highest learning rate of AdamW (default: by the width)")] = None,
     recompute: Annotated[bool, typer.Option(help="Recompute activations in backward.")] = False,
+    auto: Annotated[bool, typer.Option("--auto", help="Search the fastest plan that fits this machine, and use it.")] = False,
+    changes: Set = None,
     offload: Annotated[str | None, typer.Option(help="Optimizer states on the host or on disk: host or disk.")] = None,
     offload_parameters: Annotated[str | None, typer.Option(help="At stage 3, parameters there too: host or disk.")] = None,
     offload_ratio: Annotated[float | None, typer.Option(help="Share of the elements that are offloaded (default: 1)")] = None,
@@ -90,11 +102,14 @@ def train(
     task = Task(model, context, tuple(data or ()), seed)
     caps = _bytes("--device-memory", device_memory), _bytes("--host-memory", host_memory)
     placed = Place(offload, offload_parameters, offload_ratio, scratch, states, *caps)
-    method = Method(config, stage, dtype, batch_size, accumulation, lr, recompute, placed)
-    settings = Settings(task, method, Run(str(out), steps, save_every, keep))
-    outcome, report = run_training(settings, default_ranks() if nproc is None else nproc)
+    method = Method(config, stage, dtype, batch_size, accumulation, lr, recompute, placed, key_values(changes or ()))
+    job, ranks = Settings(task, method, Run(str(out), steps, save_every, keep)), default_ranks() if nproc is None else nproc
+    if auto:
+        job, chosen = choose(job, ranks)
+        typer.echo(chosen, err=True)
+    outcome, report = run_training(job, ranks)
     if outcome.exit_code:
-        _fail(outcome, as_json, f"; {what_is_kept(settings)}")
+        _fail(outcome, as_json, f"; {what_is_kept(job)}")
     if as_json:
         typer.echo(json.dumps(report))
     else:
@@ -117,13 +132,21 @@ def launch(
     master_port: Annotated[
         int | None, typer.Option("--master_port", "--master-port", help="Port on host 0 (default: a free one)")
     ] = None,
+    as_deepspeed: Annotated[
+        bool, typer.Option("--as-deepspeed", help="The name deepspeed means onecopy.deepspeed, in the script and below.")
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Run a script of your own on several ranks, with torchrun underneath."""
     if not module and not Path(script).is_file():
         raise ConfigError(f"script {script!r} does not exist; a module is run with --module {script}")
     ranks, nodes = place(hostfile, node_rank, nproc, master_port, master_addr)
-    outcome = run_ranks([*(["-m"] if module else []), script, *(args or [])], ranks, nodes)
+    variables: dict[str, str] = {}
+    if as_deepspeed:
+        from onecopy.deepspeed.alias import environment  # the other commands need none of it
+
+        variables = environment()
+    outcome = run_ranks([*(["-m"] if module else []), script, *(args or [])], ranks, nodes, variables)
     if outcome.failure is not None and outcome.failure.nothing_to_run:
         raise ConfigError(f"--module {script} cannot be run: {outcome.failure.message}")
     if outcome.exit_code:
@@ -149,7 +172,8 @@ def plan(
     nvme: Annotated[str | None, typer.Option(help="Disk of a node: 2TB (default: none)")] = None,
     link: Annotated[float | None, typer.Option(help="GB/s from a node to the others.")] = None,
     here: Annotated[bool, typer.Option("--here", help="This machine.")] = False,
-    config: Annotated[str | None, typer.Option(help="DeepSpeed JSON; excludes the options it decides.")] = None,
+    config: Config = None,
+    changes: Set = None,
     stage: Annotated[int | None, typer.Option(help="ZeRO stage, 0 to 3 (default: 2)")] = None,
     offload: Annotated[str | None, typer.Option(help="Optimizer states on the host or on disk: host or disk.")] = None,
     offload_parameters: Annotated[str | None, typer.Option(help="At stage 3, parameters there too: host or disk.")] = None,
@@ -170,7 +194,8 @@ def plan(
     """Say what a plan needs before it runs: memory, traffic, time, and whether it fits."""
     machine = Machine(gpu, gpus, nodes, ranks, host_memory, nvme, link, here)
     where = Place(offload, offload_parameters, states=states)
-    method = Planned(stage, where, config, dtype, batch_size, accumulation, seq, recompute, attention)
+    told = key_values(changes or ())
+    method = Planned(stage, where, config, dtype, batch_size, accumulation, seq, recompute, attention, told)
     numbers = {"params": params, "largest_unit": largest_unit}
     numbers |= {"layers": layers, "hidden": hidden, "vocab": vocab, "heads": heads}  # type: ignore[dict-item]
     wanted = Wanted(compare, search, simulate, write, html)
@@ -195,6 +220,36 @@ def doctor(
     console.print(table(found))
     for note in notes(found):
         console.print(note, highlight=False)
+
+
+configs = typer.Typer(no_args_is_help=True, help="DeepSpeed JSON files: what one means here, and ready-made ones.")
+app.add_typer(configs, name="config")
+
+
+@configs.command()
+def check(
+    file: Annotated[str, typer.Argument(help="DeepSpeed JSON, or the name of a template.")],
+    ranks: Annotated[int | None, typer.Option(help="Ranks the run has (default: WORLD_SIZE, else 1)")] = None,
+    changes: Set = None,
+    as_json: Json = False,
+) -> None:
+    """Say what every key of a file means here, and what is wrong; exit code 1 where something is."""
+    found, ok = check_config(file, ranks, changes or (), Console(stderr=as_json))
+    if as_json:
+        typer.echo(json.dumps(found))
+    raise typer.Exit(0 if ok else 1)
+
+
+@configs.command()
+def show(
+    name: Annotated[str | None, typer.Argument(help=f"One of {', '.join(NAMES)}; without, a list.")] = None,
+    auto: Annotated[bool, typer.Option("--auto", help="Say auto where a trainer with its own arguments fills in.")] = False,
+    write: Annotated[Path | None, typer.Option(help="Write it to this file, too.")] = None,
+) -> None:
+    """Print a ready-made file; its _why keys say when to use it."""
+    typer.echo(show_config(name, auto, write))
+app.command()(checkpoints.export)
+app.add_typer(checkpoints.app, name="checkpoint")
 
 
 def _bytes(option: str, text: str | None) -> int | None:

@@ -16,7 +16,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -113,11 +113,14 @@ def _cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def run_ranks(command: Sequence[str], ranks: int, nodes: Nodes | None = None) -> Outcome:
+def run_ranks(
+    command: Sequence[str], ranks: int, nodes: Nodes | None = None, variables: Mapping[str, str] | None = None
+) -> Outcome:
     """Run ``command`` (``script.py ARGS...`` or ``-m module ARGS...``) once per rank and wait for all.
 
     Each rank gets torchrun's environment (``RANK``, ``LOCAL_RANK``, ``WORLD_SIZE``, ``MASTER_ADDR``, ``MASTER_PORT``,
-    ...) and, where ``OMP_NUM_THREADS`` is not set, an equal part of the cores. When one fails the others are ended.
+    ...), ``variables`` and, where ``OMP_NUM_THREADS`` is not set, an equal part of the cores. When one fails the others
+    are ended.
     Raises :class:`ConfigError` for fewer than 1 rank and for a port that is taken.
     """
     if ranks < 1:
@@ -130,7 +133,7 @@ def run_ranks(command: Sequence[str], ranks: int, nodes: Nodes | None = None) ->
     start = time.monotonic()
     try:
         # The agent logs every failure and signal in lines of its own; the outcome says it once.
-        with _environment(OMP_NUM_THREADS=threads), _no_logs(), _ending_stopped(Path(logs)):
+        with _environment(OMP_NUM_THREADS=threads, **(variables or {})), _no_logs(), _ending_stopped(Path(logs)):
             elastic_launch(_config(ranks, nodes, logs), sys.executable)("-u", str(_RANK_MAIN), *command)
     except ChildFailedError as error:
         failure = _first(error.failures)

@@ -9,11 +9,10 @@ from __future__ import annotations
 import json
 import math
 import os
-import shutil
 import signal
 import sys
 import time
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +27,7 @@ from onecopy import errors, gpt
 from onecopy.checkpoint.store import complete_tags
 from onecopy.errors import ConfigError
 from onecopy.launch import Failure, Outcome, run_ranks
+from onecopy.method import ROWS, Method
 from onecopy.place import Place
 from onecopy.plan.check import check
 from onecopy.plan.presets import DTYPES
@@ -42,6 +42,7 @@ _TASK, _REPORT, _LOG = "task.json", "report.json", "log.jsonl"
 _HELD_OUT_ROWS = 256
 SAVE_EVERY = 50  # steps: the most that an interruption costs
 _SHOW_EVERY = 5
+_BETAS, _DECAY = (0.9, 0.95), 0.1  # of AdamW
 
 
 @dataclass(frozen=True)
@@ -52,43 +53,6 @@ class Task:
     context: int | None = None
     data: tuple[str, ...] = ()
     seed: int = 0
-
-
-@dataclass(frozen=True)
-class Method:
-    """How it is trained. Either ``config`` (a DeepSpeed JSON) or the other fields; None: this module's default.
-
-    ``batch_size``: rows of one micro-batch on one rank. ``recompute``: activation checkpointing.
-    """
-
-    config: str | None = None
-    stage: int | None = None
-    dtype: str | None = None
-    batch_size: int | None = None
-    accumulation: int | None = None
-    lr: float | None = None
-    recompute: bool = False
-    place: Place = field(default_factory=Place)
-
-    def plan(self, world: int) -> onecopy.Plan:
-        """The plan for ``world`` ranks. Raises :class:`ConfigError` when a file and an option say the same thing."""
-        if self.config is None:
-            number = 2 if self.stage is None else self.stage
-            dtype = self.dtype or ("bf16" if torch.accelerator.is_available() else "fp32")
-            return self.place.apply(onecopy.stage(number, dtype=dtype, accumulation=self.accumulation or 1, clip=1.0))
-        plan = onecopy.load_config(self.config, world_size=world)
-        said = {
-            "--stage": (self.stage, "zero_optimization.stage"),
-            "--dtype": (self.dtype, "fp16 and bf16"),
-            "--accumulation": (self.accumulation, "gradient_accumulation_steps"),
-            "--batch-size": (self.batch_size if plan.batch.micro else None, "train_micro_batch_size_per_gpu"),
-            "--lr": (self.lr if plan.optimizer else None, "optimizer.params.lr"),
-            **self.place.decided_by_file(),
-        }
-        for option, (value, key) in said.items():
-            if value is not None:
-                raise ConfigError(f"{option} {value} beside --config {self.config}: the file decides by {key}; drop one")
-        return self.place.apply(plan)
 
 
 @dataclass(frozen=True)
@@ -121,6 +85,17 @@ class Settings:
         """One line, as the ranks get it on their command line."""
         return json.dumps(asdict(self))
 
+    def rate(self) -> float:
+        """The highest learning rate: as given, or smaller for wider models."""
+        return self.method.lr or 2e-3 * min(1.0, 256 / gpt.config(self.task.model).width)
+
+    def plan(self, world: int) -> onecopy.Plan:
+        """The plan for ``world`` ranks. What a file leaves "auto" is what this run does without a file."""
+        params = {"lr": self.rate(), "betas": _BETAS, "eps": 1e-8, "weight_decay": _DECAY}
+        auto = {f"optimizer.params.{key}": value for key, value in params.items()}
+        ticks = {"total_num_steps": self.run.steps, "warmup_num_steps": _warm(self.run.steps)}
+        return self.method.plan(world, auto | {f"scheduler.params.{key}": value for key, value in ticks.items()})
+
     def check(self, world: int) -> None:
         """Raise the :class:`onecopy.errors.OneCopyError` that every rank would, before any is started."""
         if world < 1:
@@ -139,7 +114,7 @@ class Settings:
             raise ConfigError(f"--lr {self.method.lr}: it is a finite number above 0")
         if self.method.dtype not in (None, *DTYPES, *DTYPES.values()):
             raise ConfigError(f"--dtype {self.method.dtype}: it is one of {', '.join(DTYPES)}")
-        check(self.method.plan(world), (), world)
+        check(self.plan(world), (), world)
         self.method.place.check_folder()
         model = gpt.config(self.task.model, context=self.task.context)
         open_corpora(self.task.data, model.context)
@@ -227,6 +202,21 @@ def _raise_if_bad_input(failure: Failure) -> None:
             raise getattr(errors, cls)(failure.message)
 
 
+@dataclass
+class Consumed:
+    """The place in the data: training rows used by all ranks so far, which is the same number on every rank."""
+
+    rows: int = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """For a checkpoint."""
+        return {"rows": self.rows}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from what :meth:`state_dict` gave."""
+        self.rows = state["rows"]
+
+
 class Trainer:
     """One rank's part of the run."""
 
@@ -239,14 +229,14 @@ class Trainer:
             Rows(held_text, self.shape.context),
         )
         self.rank, self.world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-        plan = settings.method.plan(self.world)
-        self.micro = plan.batch.micro or settings.method.batch_size or 16
+        plan = settings.plan(self.world)
+        self.micro = plan.batch.micro or settings.method.batch_size or ROWS
         self.engine = self._engine(plan)
-        self.consumed = 0  # training rows used by all ranks so far
+        self.place = Consumed()
         self.resumed_from = 0
 
     def _engine(self, plan: onecopy.Plan) -> onecopy.Engine:
-        method, steps = self.settings.method, self.settings.run.steps
+        steps = self.settings.run.steps
         torch.manual_seed(self.settings.task.seed)
         with onecopy.deferred():
             model = gpt.GPT(self.shape)
@@ -254,11 +244,10 @@ class Trainer:
             return onecopy.initialize(model, plan)
         decayed = [p for p in model.parameters() if p.ndim >= 2]
         others = [p for p in model.parameters() if p.ndim < 2]
-        lr = method.lr or 2e-3 * min(1.0, 256 / self.shape.width)  # wider models want smaller steps
 
         def optimizer(_: Any) -> torch.optim.Optimizer:
-            groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
-            return torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.95), fused=True)
+            groups = [{"params": decayed, "weight_decay": _DECAY}, {"params": others, "weight_decay": 0.0}]
+            return torch.optim.AdamW(groups, lr=self.settings.rate(), betas=_BETAS, fused=True)
 
         scheduler = None if plan.scheduler is not None else (lambda built: LambdaLR(built, warm_up_and_cosine(steps)))
         return onecopy.initialize(model, plan, optimizer=optimizer, scheduler=scheduler)
@@ -272,12 +261,12 @@ class Trainer:
         accumulation = self.engine.plan.batch.accumulation
         total: Tensor = torch.zeros((), device=self.engine.device)
         for number in range(accumulation):
-            x, y = self.rows.micro_batch(self.consumed, number, self.rank, self.world, self.micro)
+            x, y = self.rows.micro_batch(self.place.rows, number, self.rank, self.world, self.micro)
             loss = self.engine(x.to(self.engine.device), y.to(self.engine.device))
             loss.backward()
             self.engine.step()
             total += loss.detach()
-        self.consumed += self.rows_per_step
+        self.place.rows += self.rows_per_step
         return total.div_(accumulation)
 
     @torch.no_grad()
@@ -300,12 +289,7 @@ class Trainer:
 
     def save(self) -> Path:
         """Write a checkpoint, then remove all but the newest. Collective."""
-        folder = _checkpoints(self.settings)
-        path = self.engine.save(folder, tag=f"step{self.engine.global_steps:08d}", client_state={"consumed": self.consumed})
-        if self.rank == 0:
-            for old in sorted(folder.glob("step*"))[: -self.settings.run.keep]:
-                shutil.rmtree(old)
-        return Path(path)
+        return Path(self.engine.save(_checkpoints(self.settings), data=self.place, keep_last=self.settings.run.keep))
 
     def resume(self) -> None:
         """Load the newest complete checkpoint, if there is one. Collective."""
@@ -317,7 +301,7 @@ class Trainer:
             tag = complete[-1] if complete else there[-1]
             if tag != there[-1]:
                 self.console.print(f"note: {folder / there[-1]} is not complete; {tag} is", highlight=False, soft_wrap=True)
-            self.consumed = self.engine.load(folder, tag=tag)["consumed"]
+            self.engine.load(folder, tag=tag, data=self.place)
             self.resumed_from = self.engine.global_steps
             self.console.print(
                 f"resuming from step {self.resumed_from} in {self.settings.run.out}", highlight=False, soft_wrap=True
@@ -334,8 +318,6 @@ class Trainer:
             highlight=False,
             soft_wrap=True,
         )
-        for note in plan.notes:
-            self.console.print(f"note: {note}", highlight=False, soft_wrap=True)
         self.console.print(plan_table(self.engine.predicted()))
 
     def run(self) -> dict[str, Any]:
@@ -400,10 +382,15 @@ class Trainer:
         return found
 
 
+def _warm(steps: int) -> int:
+    """Steps of the warm-up of a run of ``steps``."""
+    return max(1, min(100, steps // 10))
+
+
 def warm_up_and_cosine(steps: int) -> Any:
     """Factor of the learning rate by step: up to 1 over the first tenth (at most 100 steps), then down a cosine to 0.05
     at ``steps``, where it stays."""
-    warm = max(1, min(100, steps // 10))
+    warm = _warm(steps)
 
     def factor(step: int) -> float:
         if step < warm:

@@ -27,7 +27,10 @@ MAY_IMPORT: dict[str, set[str]] = {
     "tiers": {"plan", "schedule", "codecs"},
     "comm": {"plan", "schedule", "codecs"},
     "cluster": set(),
-    "planner": {"plan", "schedule", "codecs", "engine", "comm", "optim", "report", "cluster", "recipes", "place"},
+    "templates": {"plan"},
+    "planner": {
+        "plan", "schedule", "codecs", "comm", "engine", "optim", "report", "cluster", "recipes", "place", "templates",
+    },
     "engine": {"plan", "schedule", "codecs", "tiers", "comm", "optim", "report", "checkpoint", "cluster", "recipes"},
 }
 WITHOUT_DISTRIBUTED = ("plan", "schedule", "errors")

@@ -31,6 +31,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from onecopy.comm.watch import set_patience
+
 __all__ = ["RankFailure", "run_ranks"]
 
 GRACE = 5.0  # seconds other ranks get to report too, once one has failed
@@ -53,7 +55,7 @@ class Task:
 
 
 def run_ranks(
-    fn: Callable[..., Any], world: int, *args: Any, timeout: float = 60, init_group: bool = True, **kwargs: Any
+    fn: Callable[..., Any], world: int, *args: Any, timeout: float = 300, init_group: bool = True, **kwargs: Any
 ) -> list[Any]:
     """Results of ``fn(rank, world, *args, **kwargs)`` for each rank, in rank order.
 
@@ -64,6 +66,8 @@ def run_ranks(
     return _workers().run(fn, world, args, kwargs, timeout, init_group)
 
 
+# What a healthy rank may be late by: a busy machine leaves it without a core for a while. Tests of hangs say less.
+PATIENCE = os.environ["ONECOPY_PATIENCE"]
 # Importing these takes seconds; the fork server does it once for all workers.
 PRELOAD = ["torch", "torch.distributed", "torch._dynamo", "onecopy"]
 
@@ -209,8 +213,9 @@ def _do(task: Task) -> Any:
     """Run one task inside a process group and a clean global state."""
     os.environ.update(
         RANK=str(task.rank), LOCAL_RANK=str(task.rank), WORLD_SIZE=str(task.world), LOCAL_WORLD_SIZE=str(task.world),
-        MASTER_PORT=str(task.port), TORCHELASTIC_USE_AGENT_STORE="True",
+        MASTER_PORT=str(task.port), TORCHELASTIC_USE_AGENT_STORE="True", ONECOPY_PATIENCE=PATIENCE,
     )  # fmt: skip
+    set_patience(None)  # what the task before said
     torch.manual_seed(0)
     torch.set_default_dtype(torch.float32)
     torch.set_grad_enabled(True)

@@ -70,7 +70,7 @@ def train(rank: int, world: int, setup: dict[str, Any], steps: int, plain_backwa
     model = models.build("gpt")
     engine, optimizer, loader, scheduler = deepspeed.initialize(model=model, config=setup)
     assert loader is None and isinstance(scheduler, schedules.WarmupLR) and engine.lr_scheduler is scheduler
-    assert isinstance(optimizer, torch.optim.AdamW) and optimizer is engine.optimizer
+    assert isinstance(optimizer.optimizer, torch.optim.AdamW) and optimizer is engine.optimizer
     accumulation = engine.gradient_accumulation_steps()
     norms, rates, bounds = [], [], []
     for step in range(steps):
@@ -260,14 +260,14 @@ def choices(rank: int, world: int) -> None:
         config=toy_config(1),
         lr_scheduler=lambda o: torch.optim.lr_scheduler.StepLR(o, 1, 0.5),
     )
-    assert optimizer is mine and engine.get_lr() == [0.5]
+    assert optimizer.optimizer is mine and engine.get_lr() == [0.5]
     assert isinstance(scheduler, torch.optim.lr_scheduler.StepLR)
     assert any("optimizer of the configuration is not used" in note for note in engine.plan.notes)
 
     engine, optimizer, _, _ = deepspeed.initialize(
         model=Toy(), optimizer=lambda params: torch.optim.Adagrad(params, lr=0.25), config=toy_config(3, optimizer=None)
     )
-    assert isinstance(optimizer, torch.optim.Adagrad) and engine.get_lr() == [0.25]
+    assert isinstance(optimizer.optimizer, torch.optim.Adagrad) and engine.get_lr() == [0.25]
 
     model = nn.Linear(4, 4)
     groups = [{"params": [model.weight], "lr": 0.5}, {"params": [model.bias], "weight_decay": 0.0}]

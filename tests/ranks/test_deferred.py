@@ -328,7 +328,7 @@ def rank0_loads(rank: int, world: int) -> dict[str, str]:
 
 
 def test_rank_0_loads_and_the_others_are_on_meta() -> None:
-    for said in run_ranks(rank0_loads, 2, timeout=30):
+    for said in run_ranks(rank0_loads, 2):
         assert set(said.values()) <= {"right", "refused: EngineError", "refused: RankMismatchError"}, said
 
 
@@ -384,5 +384,5 @@ def different_models(rank: int, world: int, what: str) -> str:
 
 @pytest.mark.parametrize("what", ["shape", "dtype", "names", "frozen", "stage", "clip", "accumulation", "lr"])
 def test_ranks_that_disagree(what: str) -> None:
-    said = run_ranks(different_models, 2, what, timeout=30)
+    said = run_ranks(different_models, 2, what)
     assert all(text.startswith(("RankMismatchError", "PlanError")) for text in said), said

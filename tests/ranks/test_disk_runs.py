@@ -55,12 +55,16 @@ KILLED = """
     engine.save(saved)
     seen = []
 
-    def in_the_middle(optimizer, args, kwargs):
+    tiles = engine._core.tiles
+    step_tile = tiles._kernel
+
+    def in_the_middle(optimizer):
+        step_tile(optimizer)
         seen.append(0)
         if len(seen) == 5:  # some tiles of this step are stepped, some are on their way to the disk, some are not
             os.kill(os.getpid(), signal.SIGKILL)
 
-    engine.optimizer.register_step_post_hook(in_the_middle)
+    tiles._kernel = in_the_middle
     go_on(engine, 0, 1, first=3)
 """
 
@@ -267,14 +271,17 @@ def test_a_step_that_is_interrupted(tmp_path: Path, where: str) -> None:
     go_on(engine, 0, 2)
     engine.save(tmp_path / "saved")
     seen: list[int] = []
+    tiles = engine._core.tiles
+    assert tiles is not None
+    step_tile = tiles._kernel
 
-    def interrupt(*_: Any) -> None:
+    def interrupt(optimizer: torch.optim.Optimizer) -> None:
+        step_tile(optimizer)
         seen.append(0)
         if len(seen) == 3:
             raise KeyboardInterrupt
 
-    assert engine.optimizer is not None
-    engine.optimizer.register_step_post_hook(interrupt)
+    tiles._kernel = interrupt
     for _ in range(5):
         seen.clear()
         with pytest.raises(KeyboardInterrupt):

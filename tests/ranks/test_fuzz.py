@@ -232,7 +232,7 @@ def train_all(rank: int, world: int, seeds: list[int], folder: str) -> dict[int,
 
 
 def check_seeds(world: int, seeds: list[int], folder: Path) -> None:
-    for run in run_ranks(train_all, world, seeds, str(folder), timeout=30 + 4 * len(seeds)):
+    for run in run_ranks(train_all, world, seeds, str(folder)):
         for seed, (gap, plan) in run.items():
             assert gap <= 3e-6, f"seed {seed} on {world} ranks is off by {gap}: {plan}"
 
@@ -260,7 +260,7 @@ def train_stages(rank: int, world: int, seeds: list[int], dtype: str | None) -> 
 
 @pytest.mark.parametrize("dtype", [None, "bf16", "fp16"])
 def test_random_models_are_bit_equal_at_every_stage(dtype: str | None) -> None:
-    for run in run_ranks(train_stages, 2, list(range(500, 508)), dtype, timeout=90):
+    for run in run_ranks(train_stages, 2, list(range(500, 508)), dtype):
         assert not any(run.values()), run
 
 

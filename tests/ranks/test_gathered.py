@@ -282,7 +282,7 @@ def penalised(rank: int, world: int, beside: bool) -> dict[str, float]:
 
 @pytest.mark.parametrize(("world", "beside"), [(2, True), (2, False), (4, True)])
 def test_a_loss_from_gathered_parameters_has_the_right_gradient(world: int, beside: bool) -> None:
-    for run in run_ranks(penalised, world, beside, timeout=100):
+    for run in run_ranks(penalised, world, beside):
         wrong = {way: gap for way, gap in run.items() if not gap <= 1e-5}
         assert not wrong, wrong
 

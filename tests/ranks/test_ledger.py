@@ -97,7 +97,7 @@ def test_traffic_equals_theory(world: int, accumulation: int, dtype: str | None)
         "stage 3": 3 * accumulation,
         "stage 3 held": 2 * accumulation,
     }
-    for run in run_ranks(train_and_report, world, plans, timeout=120):
+    for run in run_ranks(train_and_report, world, plans):
         for name, ledgers in run.items():
             measured = sent(ledgers["measured"])
             assert measured == sent(ledgers["predicted"]), name
@@ -137,7 +137,7 @@ def test_predicted_is_measured(model: str, options: dict[str, Any]) -> None:
 
 def test_predicted_is_measured_on_hybrid_groups() -> None:
     plans = {name: make(p, shard=2) for name, p in PRESETS.items()}
-    for run in run_ranks(train_and_report, 4, plans, timeout=120):
+    for run in run_ranks(train_and_report, 4, plans):
         for name, ledgers in run.items():
             assert ledgers["predicted"]["collectives"] == ledgers["measured"]["collectives"], name
             assert ledgers["predicted"]["resident"] == ledgers["measured"]["resident"], name
@@ -160,7 +160,7 @@ def test_resident_bytes_are_those_of_the_zero_table(world: int, dtype: str | Non
         "stage 3": (world, world, world),
         "stage 3 held": (world, world, world),
     }
-    for run in run_ranks(train_and_report, world, plans, timeout=120):
+    for run in run_ranks(train_and_report, world, plans):
         for name, ledgers in run.items():
             resident = ledgers["measured"]["resident"]["device"]
             parameter, gradient, optimizer = cut[name]

@@ -66,7 +66,7 @@ def different_lengths(rank: int, world: int) -> list[float]:
 @pytest.mark.skip(reason="forwards in different numbers per rank belong to the uneven-data mode, which is yet to come")
 def test_generation_of_different_lengths() -> None:
     model = models.build("gpt")
-    outs = run_ranks(different_lengths, 2, timeout=40)
+    outs = run_ranks(different_lengths, 2)
     for rank, out in enumerate(outs):
         assert out == pytest.approx([model(*models.batch("gpt", i, 0, rank)).item() for i in range(len(out))])
 
@@ -232,7 +232,7 @@ def steady(rank: int, world: int, folder: str) -> dict[str, Any]:
 
 
 def test_nothing_grows(tmp_path: Any) -> None:
-    for run in run_ranks(steady, 2, str(tmp_path), timeout=180):
+    for run in run_ranks(steady, 2, str(tmp_path)):
         for name, (counts, resident) in run.items():
             # What a step left behind would be there 240 times; one more or less is alive by chance of the moment.
             assert max(counts) - min(counts) < 8, f"{name}: live tensors {counts}"

@@ -39,7 +39,7 @@ def low(rank: int, world: int, folder: str) -> dict[str, tuple[bool, bool, float
 
 def test_low_precision_states_combine_with_every_tier(tmp_path: Path) -> None:
     """The same bits on the device, the host and the disk; bytes as predicted; losses near those of fp32 states."""
-    one, other = run_ranks(low, 2, str(tmp_path), timeout=120)
+    one, other = run_ranks(low, 2, str(tmp_path))
     assert {name: row[:2] for name, row in one.items() if row[:2] != (True, True)} == {}
     assert max(gap for _, _, gap in one.values()) < 0.1
     assert one.keys() == other.keys()

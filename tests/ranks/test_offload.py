@@ -221,7 +221,7 @@ def resumes(rank: int, world: int, folder: str, scratch: str) -> list[str]:
 
 def test_a_checkpoint_goes_from_any_place_to_any(tmp_path: Path) -> None:
     """Cases row 53 with offload: two more steps after resuming elsewhere are those of the run that went on, to the bit."""
-    assert run_ranks(resumes, 2, str(tmp_path / "saved"), str(tmp_path), timeout=120) == [[]] * 2
+    assert run_ranks(resumes, 2, str(tmp_path / "saved"), str(tmp_path)) == [[]] * 2
 
 
 def edits(rank: int, world: int, folder: str) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
@@ -314,3 +315,37 @@ def test_moments_gather_whole() -> None:
                     expected, found = optimizer.state[p][key], states[f"{key} {n}"]
                     assert found.shape == p.shape, f"{name} {n}"
                     assert (found - expected).abs().max() <= 1e-7, f"{name} {key} {n}"
+
+
+# ------------------------------------------------------------------------------------------------------------- hooks
+
+
+@pytest.mark.parametrize("tier", ["device", "host"])
+def test_step_hooks_run_once_around_the_whole_step(tier: Any) -> None:
+    """However many units and tiles a step has; and a schedule made for the optimizer sees a step (no warning)."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64), nn.Linear(64, 1))
+    plan = onecopy.offload(
+        onecopy.stage(2, step=onecopy.StepPolicy(tile=2048), units=onecopy.Units(min_numel=0)), optimizer=tier
+    )
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    engine = onecopy.initialize(model, plan, optimizer=optimizer)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    seen: list[tuple[str, float]] = []
+
+    def note(when: str) -> Any:
+        return lambda *_: seen.append((when, sum(value.sum().item() for value in engine.full_state_dict().values())))
+
+    optimizer.register_step_pre_hook(note("before"))
+    optimizer.register_step_post_hook(note("after"))
+    start = sum(value.sum().item() for value in engine.full_state_dict().values())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(2):
+            engine(torch.ones(2, 64)).sum().backward()
+            engine.step()
+            schedule.step()
+    end = sum(value.sum().item() for value in engine.full_state_dict().values())
+    assert [when for when, _ in seen] == ["before", "after"] * 2
+    assert seen[0][1] == start and seen[1] == ("after", seen[2][1]) and seen[3][1] == end != start
+    engine.close()

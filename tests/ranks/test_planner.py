@@ -63,7 +63,7 @@ def test_the_planner_says_what_the_engine_says(tmp_path: Path, dtype: str | None
     asked = plans(str(tmp_path), dtype, **options)
     with torch.device("meta"):
         subject = facts_from_model(models.build(model))
-    said = run_ranks(engines, 2, model, asked, timeout=180)[0]
+    said = run_ranks(engines, 2, model, asked)[0]
     assert len(said) == 14
     for name, plan in asked.items():
         theirs = said[name]["predicted"]

@@ -125,7 +125,7 @@ def expected(problem: dict[str, Any]) -> tuple[float, list[Tensor]]:
 @given(problems())
 def test_one_step_is_as_on_paper(problem: dict[str, Any]) -> None:
     norm, weights = expected(problem)
-    for seen, after, skipped in run_ranks(step_once, problem["world"], problem, timeout=30):
+    for seen, after, skipped in run_ranks(step_once, problem["world"], problem):
         assert skipped == 0
         # With bf16 gradients the mean of a few integers may round; without, nothing may.
         tolerance = 1e-5 if problem["dtype"] is None else 2e-2
@@ -142,7 +142,7 @@ def test_one_step_is_as_on_paper(problem: dict[str, Any]) -> None:
 @given(st.lists(shapes, min_size=1, max_size=6), st.integers(1, 4), st.sampled_from([0, 1, 2, 3]), st.booleans())
 def test_what_goes_in_comes_out(sizes: list[Any], world: int, number: int, deferred: bool) -> None:
     """Counting numbers put in through every door are read back through every other."""
-    for wrong in run_ranks(round_trip, world, sizes, number, deferred, timeout=30):
+    for wrong in run_ranks(round_trip, world, sizes, number, deferred):
         assert not wrong, wrong
 
 

@@ -89,7 +89,7 @@ def resume_run(rank: int, world: int, folder: str, options: dict[str, Any], mode
     "options", [{}, {"dtype": "bf16"}, {"dtype": "fp16"}, {"accumulation": 2, "clip": 0.1}], ids=str
 )
 def test_resume_is_a_continuation_to_the_bit(tmp_path: Path, options: dict[str, Any], model: str) -> None:
-    for run in run_ranks(resume_run, 2, str(tmp_path), options, model, timeout=120):
+    for run in run_ranks(resume_run, 2, str(tmp_path), options, model):
         assert not any(run.values()), run
 
 

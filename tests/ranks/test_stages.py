@@ -106,7 +106,7 @@ def test_accumulation_and_clipping_like_one_process(world: int, model: str, opti
     if world == 4:
         cases |= {f"hsdp {n}": case.but(stage=n, plan={"shard": 2}) for n in range(4)}
         cases["hsdp held"] = case.but(stage=3, plan={"shard": 2, **HELD})
-    runs = run_ranks(run_cases, world, cases, timeout=120)
+    runs = run_ranks(run_cases, world, cases)
     assert_trained(case, runs[0]["stage 0"])
     assert_like_oracle(runs, expected)
 

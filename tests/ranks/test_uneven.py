@@ -107,7 +107,7 @@ def generate_and_train(rank: int, world: int, wire: bool, lengths: list[int]) ->
 @pytest.mark.parametrize("lengths", [[3, 7], [0, 4], [5, 1, 2]], ids=str)
 def test_generation_of_different_lengths(lengths: list[int], wire: bool) -> None:
     """Rank 0 stops after 3 tokens and rank 1 after 7, then both train: texts and weights are those of one process."""
-    for run in run_ranks(generate_and_train, len(lengths), wire, lengths, timeout=100):
+    for run in run_ranks(generate_and_train, len(lengths), wire, lengths):
         for name, (texts, size, gap) in run.items():
             assert texts == [True, True], name
             assert size == 5 + 3 and gap <= 1e-6, (name, gap)
@@ -140,7 +140,7 @@ def policy_and_reference(rank: int, world: int, wire: bool) -> float:
 
 @pytest.mark.parametrize("wire", [False, True], ids=["shared", "wire"])
 def test_a_reference_that_is_asked_at_different_times(wire: bool) -> None:
-    gaps = run_ranks(policy_and_reference, 3, wire, timeout=60)
+    gaps = run_ranks(policy_and_reference, 3, wire)
     assert all(gap <= 1e-6 for gap in gaps), gaps
 
 
@@ -191,7 +191,7 @@ def test_ranks_with_different_numbers_of_batches(
     nor in its divisor."""
     kind = Tied if accumulation == 1 else Net
     args = (wire, batches, accumulation, kind, str(tmp_path))
-    for rank, run in enumerate(run_ranks(train_uneven, len(batches), *args, timeout=100)):
+    for rank, run in enumerate(run_ranks(train_uneven, len(batches), *args)):
         for name, (seen, steps, gap) in run.items():
             assert seen == batches[rank], name
             assert steps == -(-max(batches) // accumulation), name

@@ -88,7 +88,7 @@ def checkpointed_run(rank: int, world: int, place: str, options: dict[str, Any],
 @pytest.mark.parametrize("place", ["around", "inside"])
 def test_checkpointing_is_bit_equal_to_not_checkpointing(place: str, options: dict[str, Any], frozen: bool) -> None:
     low = options.get("dtype") is not None
-    for run in run_ranks(checkpointed_run, 2, place, options, frozen, timeout=120):
+    for run in run_ranks(checkpointed_run, 2, place, options, frozen):
         for name, by_mode in run.items():
             losses, weights = by_mode["off"]
             assert len(set(losses)) > 1
@@ -237,7 +237,7 @@ def compiled_run(rank: int, world: int, order: str) -> dict[str, float]:
 def test_compile_in_either_order(order: str) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        for run in run_ranks(compiled_run, 2, order, timeout=180):
+        for run in run_ranks(compiled_run, 2, order):
             assert not {k: v for k, v in run.items() if v > 1e-5}, run
 
 

@@ -129,11 +129,11 @@ def _match_modules(engine: Engine, manifest: Manifest, found: Match) -> None:
 
 
 def _match_optimizer(engine: Engine, manifest: Manifest, groups: list[list[str]], found: Match) -> None:
-    kind, saved, said = type(engine.optimizer).__name__, manifest.optimizer, found.differences.training
+    kind, saved, said = type(engine._core.optimizer).__name__, manifest.optimizer, found.differences.training
     if saved is None:
         said.append(f"the optimizer is {kind}, the checkpoint has none: optimizer_states=False loads weights alone")
         return
-    if saved.kind != kind:
+    if kind not in saved.kind.split(" or "):
         said.append(f"the optimizer is {kind}, in the checkpoint {saved.kind}: optimizer_states=False loads weights alone")
         return
     had_states = {name for group in saved.groups for name in group.params}
@@ -156,6 +156,8 @@ def _match_optimizer(engine: Engine, manifest: Manifest, groups: list[list[str]]
 def _match_scheduler(engine: Engine, manifest: Manifest, found: Match) -> None:
     here = type(engine.scheduler).__name__ if engine.scheduler is not None else "none"
     there = manifest.scheduler.kind if manifest.scheduler is not None else "none"
+    if not there and here != "none":
+        there = here  # another library's checkpoint, which does not name it
     if here != there:
         found.differences.training.append(
             f"the scheduler is {here}, in the checkpoint {there}: scheduler_states=False leaves it as it is"

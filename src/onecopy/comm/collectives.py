@@ -104,6 +104,9 @@ class Edge(Protocol):
     def all_reduce(self, tensor: torch.Tensor, kind: str, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> None:
         """Combine ``tensor`` over the group, in place and at once."""
 
+    def flush(self) -> None:
+        """Return when the others have all that this rank has sent, which they take without anything more from it."""
+
 
 class Native:
     """The backend's own in-place collectives."""
@@ -134,6 +137,9 @@ class Native:
 
     def all_reduce(self, tensor: torch.Tensor, kind: str, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> None:
         _all_reduce(self._group, self._sent, tensor, kind, op)
+
+    def flush(self) -> None:
+        """Whoever has waited for a collective has done its part of it."""
 
 
 class Exchange:
@@ -182,6 +188,9 @@ class Exchange:
 
     def all_reduce(self, tensor: torch.Tensor, kind: str, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> None:
         _all_reduce(self._group, self._sent, tensor, kind, op)
+
+    def flush(self) -> None:
+        """A wait is for sends too."""
 
     def _staged_gather(self, pieces: torch.Tensor, shard: torch.Tensor, message: Message, tag: int) -> Pending:
         sent = shard.cpu()

@@ -123,6 +123,23 @@ class Shared:
         """See :class:`~onecopy.comm.collectives.Edge`."""
         self._wire.all_reduce(tensor, kind, op)
 
+    def flush(self) -> None:
+        """See :class:`~onecopy.comm.collectives.Edge`. What went over the wire is lost when this process leaves the group
+        before a rank that is behind has asked for it."""
+        if not self._outgoing:
+            return
+        with waiting("the others to take what this rank has sent beside shared memory"):
+            limit, pause = time.monotonic() + patience(), _FIRST_PAUSE
+            while not self._all_taken():
+                time.sleep(pause)
+                pause = min(1.5 * pause, _LAST_PAUSE)
+                if time.monotonic() > limit:
+                    raise RuntimeError("time is up")
+        self._outgoing.clear()
+
+    def _all_taken(self) -> bool:
+        return all(self._arenas[peer].wired[self._index] == self._wired for peer in self._peers)
+
     # Slots
 
     def _claim(self) -> int | None:
@@ -163,7 +180,7 @@ class Shared:
 
     def _send(self, tag: int, data: dict[int, torch.Tensor]) -> None:
         """Send copies over the wire, kept until every peer says that it has them."""
-        if all(self._arenas[peer].wired[self._index] == self._wired for peer in self._peers):
+        if self._all_taken():
             self._outgoing.clear()  # they may take what was sent in another order, so only all of it is known to be there
         copies = {piece.data_ptr(): piece.clone() for piece in data.values()}
         kept = [copies[piece.data_ptr()] for piece in data.values()]

@@ -86,6 +86,9 @@ class Simulated:
         if op == dist.ReduceOp.SUM:
             tensor.mul_(ranks)
 
+    def flush(self) -> None:
+        """See :class:`~onecopy.comm.collectives.Edge`."""
+
     def _note(self, message: Message, piece: int, dtype: torch.dtype) -> None:
         ranks = self._group.size()
         journal().note(message.kind, message.unit, piece * (ranks - 1), dtype, ranks)

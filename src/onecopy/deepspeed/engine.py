@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from onecopy.checkpoint.export import save_weights
+from onecopy.deepspeed.client_state import pack, unpack
 from onecopy.deepspeed.comm import get_local_rank
+from onecopy.deepspeed.runtime.base_optimizer import ZeROOptimizer
 from onecopy.engine.engine import Engine
 from onecopy.errors import ConfigError
 
 __all__ = ["DeepSpeedEngine", "Settings"]
+
+_logger = logging.getLogger("onecopy")
 
 
 @dataclass(frozen=True)
@@ -33,6 +40,17 @@ class DeepSpeedEngine(Engine):
     """
 
     settings: Settings
+    _shown: ZeROOptimizer | None = None
+    _moved: bool = False
+    overflow: bool = False  # was the last window skipped, because a gradient was not finite?
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer | None:
+        """The caller's optimizer, in a wrapper that also answers ``overflow``, ``loss_scale`` and ``.optimizer``."""
+        own = self._core.optimizer
+        if own is not None and (self._shown is None or self._shown.optimizer is not own):
+            self._shown = ZeROOptimizer(own, self)
+        return self._shown
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -49,11 +67,29 @@ class DeepSpeedEngine(Engine):
 
         ``scale_wrt_gas=False``: ``loss`` is divided already. ``options`` are those of ``Tensor.backward``.
         """
+        if self._forced_boundary is not None and self._core.rounds.passes:
+            self._core.rounds.next_micro_batch()  # who says where a window ends calls step() there only
         steps = self.plan.batch.accumulation
         counted = loss / steps if scale_wrt_gas else loss
         # The engine divides gradients by the accumulation count, so a loss that is divided already is multiplied first.
         super().backward(loss if scale_wrt_gas else loss * steps, retain_graph=retain_graph, **options)
         return counted.detach()
+
+    def step(self, *_: Any, **__: Any) -> bool:
+        """End a micro-batch; see :meth:`onecopy.engine.engine.Engine.step`. Arguments have no effect."""
+        done, skipped = self.global_steps, self.skipped_steps
+        self._moved = super().step()
+        if self.global_steps > done:
+            self.overflow = self.skipped_steps > skipped
+        return self._moved
+
+    def was_step_applied(self) -> bool:
+        """Did the last ``step()`` move the weights? False inside a window, and after a gradient that was not finite."""
+        return self._moved
+
+    def compile(self, backend: Any = "inductor", compile_kwargs: dict[str, Any] | None = None, **_: Any) -> None:
+        """Compile the model's forward in place with ``torch.compile``."""
+        self.module.compile(backend=backend, **(compile_kwargs or {}))
 
     def get_global_grad_norm(self) -> float | None:
         """Global norm of the gradients of the last step before clipping; None before the first."""
@@ -110,6 +146,16 @@ class DeepSpeedEngine(Engine):
         """``zero_optimization.stage`` of the configuration."""
         return self.settings.stage
 
+    def zero_optimization_partition_weights(self) -> bool:
+        """Are parameters cut over the ranks while nobody uses them?"""
+        return any(not rule.row.parameter.rest.replicated for rule in self.plan.rules)
+
+    def zero_gather_16bit_weights_on_model_save(self) -> bool:
+        """Does the configuration ask for whole weights where a program saves a model?"""
+        section = self.settings.config.get("zero_optimization") or {}
+        names = ("gather_16bit_weights_on_model_save", "gather_fp16_weights_on_model_save")
+        return any(section.get(prefix + name) is True for prefix in ("stage3_", "") for name in names)
+
     def fp16_enabled(self) -> bool:
         """Is float16 the compute dtype?"""
         return self.plan.precision.dtype == "float16"
@@ -146,14 +192,18 @@ class DeepSpeedEngine(Engine):
         tag: str | None = None,
         client_state: dict[str, Any] | None = None,
         save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
     ) -> bool:
         """Save everything to ``save_dir/tag`` (by default ``global_step<N>``); every rank must call it.
 
-        ``client_state``: plain values that :meth:`load_checkpoint` gives back. ``save_latest``: also make it the one
-        that a load without a tag finds. Returns True; raises :class:`~onecopy.errors.CheckpointError` on every rank.
+        ``client_state``: tensors and plain values, in containers, that :meth:`load_checkpoint` gives back.
+        ``save_latest``: also make it the one that a load without a tag finds. ``exclude_frozen_parameters``: leave out
+        what needs no gradient; such a checkpoint is loaded with ``load_module_strict=False``. Returns True; raises
+        :class:`~onecopy.errors.CheckpointError` on every rank.
         """
         named = str(tag) if tag is not None else f"global_step{self.global_steps}"
-        self.save(os.fspath(save_dir), named, client_state=client_state, latest=save_latest)
+        frozen = not exclude_frozen_parameters
+        self.save(os.fspath(save_dir), named, client_state=pack(client_state), latest=save_latest, frozen=frozen)
         return True
 
     def load_checkpoint(
@@ -164,12 +214,15 @@ class DeepSpeedEngine(Engine):
         load_optimizer_states: bool = True,
         load_lr_scheduler_states: bool = True,
         load_module_only: bool = False,
+        custom_load_fn: None = None,
     ) -> tuple[str, dict[str, Any]]:
-        """Load ``load_dir/tag`` (by default the newest complete one); every rank must call it.
+        """Load ``load_dir/tag`` (by default the newest complete one), ours or DeepSpeed's; every rank must call it.
 
         Returns its path and the client state. ``load_module_only``: weights and buffers alone. Where nothing complete
         is found this raises :class:`~onecopy.errors.CheckpointError`, so that no run starts from scratch unasked.
         """
+        if custom_load_fn is not None:
+            raise ConfigError("load_checkpoint(custom_load_fn=...) is not supported: change the model after the load")
         loaded = self.load(
             os.fspath(load_dir),
             str(tag) if tag is not None else None,
@@ -177,7 +230,52 @@ class DeepSpeedEngine(Engine):
             scheduler_states=load_lr_scheduler_states and not load_module_only,
             strict=load_module_strict,
         )
-        return loaded.path, dict(loaded)
+        return loaded.path, unpack(dict(loaded))
+
+    def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Tensor] | None:
+        """Whole weights by name on rank 0's host, in the dtype they compute in; None on the other ranks. Collective.
+
+        Raises ValueError where the configuration does not ask for it: programs go on to save their checkpoint instead.
+        """
+        if not self.zero_gather_16bit_weights_on_model_save():
+            raise ValueError(
+                "consolidated weights need zero_optimization.stage3_gather_16bit_weights_on_model_save: true; otherwise "
+                "save_checkpoint() has them"
+            )
+        found = self.full_state_dict(rank0_only=True)
+        if self.settings.rank:
+            return None
+        frozen = {name for name, p in self.module.named_parameters(remove_duplicate=False) if not p.requires_grad}
+        return {name: value for name, value in found.items() if not (exclude_frozen_parameters and name in frozen)}
+
+    _consolidated_16bit_state_dict = _zero3_consolidated_16bit_state_dict
+
+    def save_16bit_model(
+        self,
+        save_dir: str | os.PathLike[str],
+        save_filename: str = "pytorch_model.bin",
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:
+        """Write the weights, in the dtype they compute in, and the buffers as one file; every rank must call it.
+
+        The file is what ``torch.load`` gives a plain model, or safetensors where ``save_filename`` ends so. Returns True; and
+        False, with nothing written, where the configuration cuts parameters over ranks (stage 3) and its
+        ``stage3_gather_16bit_weights_on_model_save`` is not true.
+        """
+        if self.zero_optimization_partition_weights() and not self.zero_gather_16bit_weights_on_model_save():
+            if self.settings.rank == 0:
+                _logger.warning(
+                    "%s is not written: zero_optimization.stage3_gather_16bit_weights_on_model_save is not true",
+                    os.path.join(save_dir, save_filename),
+                )
+            return False
+        self.finish_step()
+        save_weights(self, save_dir, save_filename, frozen=not exclude_frozen_parameters)
+        return True
+
+    def save_fp16_model(self, save_dir: str | os.PathLike[str], save_filename: str = "pytorch_model.bin") -> bool:
+        """:meth:`save_16bit_model` under its former name."""
+        return self.save_16bit_model(save_dir, save_filename)
 
     def destroy(self) -> None:
         """Detach from the model and drop open gradients."""

@@ -16,11 +16,11 @@ import onecopy
 from onecopy.comm.groups import world_size
 from onecopy.deepspeed.comm import init_distributed, launched_ranks
 from onecopy.errors import ConfigError
-from onecopy.plan.config import DEEPSPEED, load_config
+from onecopy.plan.config import DEEPSPEED, load_config, read_config
 from onecopy.plan.offload_keys import DEVICES
 from onecopy.plan.plan import Plan
 
-__all__ = ["GatheredParameters", "Init"]
+__all__ = ["GatheredParameters", "Init", "register_external_parameter", "unregister_external_parameter"]
 
 _logger = logging.getLogger("onecopy")
 
@@ -44,8 +44,9 @@ def Init(
 
     ``enabled=False`` makes ordinary parameters; a context inside another adds nothing. The process group is started
     first when the launcher's environment names several ranks, so that no rank holds the whole model by mistake. A
-    config is checked here already. ``dtype``: floating-point dtype of what is made inside. ``remote_device`` ("cpu",
-    "nvme"): shards are born in host memory, from where ``initialize`` takes them to where its configuration keeps them.
+    config is checked here already, but for what is still "auto". ``dtype``: floating-point dtype of what is made inside.
+    ``remote_device`` ("cpu", "nvme"): shards are born in host memory, from where ``initialize`` takes them to where its
+    configuration keeps them.
     ``mem_efficient_linear`` and ``pin_memory`` have no effect. Raises :class:`ConfigError` for what this version does not
     do, and for a ``remote_device`` that is not the config's ``offload_param.device``.
     """
@@ -58,7 +59,8 @@ def Init(
             raise ConfigError(f"zero.Init({name}=...) is not supported in this version: {instead}")
     if launched_ranks() > 1:
         init_distributed()
-    plans = [load_config(s, world_size(), defaults=DEEPSPEED) for s in (config_dict_or_path, config) if s is not None]
+    given = [_settled(read_config(source)) for source in (config_dict_or_path, config) if source is not None]
+    plans = [load_config(source, world_size(), defaults=DEEPSPEED) for source in given]
     away = _born_away(remote_device, plans)
     with contextlib.ExitStack() as stack:
         if dtype is not None:
@@ -67,6 +69,18 @@ def Init(
             stack.callback(_inside.reset, _inside.set(True))
             stack.enter_context(onecopy.deferred("cpu" if away else None))
         yield
+
+
+def _settled(config: Mapping[str, Any]) -> dict[str, Any]:
+    """``config`` without what is still "auto": a trainer fills it in by the time of ``initialize``, and none of it says
+    where parameters are born."""
+    found = {}
+    for key, value in config.items():
+        if isinstance(value, Mapping):
+            found[key] = _settled(value)
+        elif not (isinstance(value, str) and value == "auto"):
+            found[key] = value
+    return found
 
 
 def _born_away(remote_device: str | None, plans: list[Plan]) -> bool:
@@ -124,3 +138,31 @@ def GatheredParameters(
         chosen = list({id(p): p for p in params}.values())
     with onecopy.gathered(chosen, write_rank=modifier_rank):
         yield
+
+
+def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
+    """Say that ``module``'s forward uses ``parameter`` of another module.
+
+    It is gathered on use, said or not; ``module.ds_external_parameters()`` lists what was said. Raises TypeError for
+    what is no parameter.
+    """
+    if not isinstance(parameter, nn.Parameter):
+        raise TypeError(f"register_external_parameter takes a parameter, not {type(parameter).__name__}")
+    module.__dict__.setdefault(_EXTERNAL, {})[id(parameter)] = parameter
+
+
+def unregister_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
+    """Take back what was said. Raises RuntimeError when nothing was."""
+    if module.__dict__.get(_EXTERNAL, {}).pop(id(parameter), None) is None:
+        raise RuntimeError("unregister_external_parameter: this parameter was not registered with this module")
+
+
+_EXTERNAL = "_ds_external_parameters"
+
+
+def _external_parameters(self: nn.Module) -> Iterable[tuple[int, nn.Parameter]]:
+    """Parameters of other modules that were registered with this one."""
+    return self.__dict__.get(_EXTERNAL, {}).items()  # type: ignore[no-any-return]
+
+
+nn.Module.ds_external_parameters = _external_parameters  # type: ignore[attr-defined]

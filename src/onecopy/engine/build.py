@@ -7,7 +7,7 @@ import math
 import warnings
 import weakref
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -18,10 +18,10 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from onecopy.comm import meeting, watch
-from onecopy.comm.collectives import Edge, Exchange, Message, edge_for
+from onecopy.comm.collectives import Message, edge_for
 from onecopy.comm.groups import Ranks, control, ensure_process_group, everybody, form_groups, local_rank, world_size
-from onecopy.comm.shared import Shelf, open_shared, open_shelf
 from onecopy.engine.deferred import Materialise, whole_values
+from onecopy.engine.edges import Edges, make_edges
 from onecopy.engine.gathering import Gathering, Others
 from onecopy.engine.gradients import Gradients
 from onecopy.engine.hooks import Hooks
@@ -31,15 +31,14 @@ from onecopy.engine.rounds import Rounds
 from onecopy.engine.run import Run, UnitRun
 from onecopy.engine.step import Stepper
 from onecopy.engine.unit import UnitModules, find_units, named_parameters
-from onecopy.engine.weights import Source, Weights
+from onecopy.engine.weights import Weights
 from onecopy.errors import EngineError, PlanError, RankMismatchError
 from onecopy.optim import Factory, Moments, States, Tiles, build, prefer_fused, probe
 from onecopy.plan.check import check
 from onecopy.plan.layout import UnitFact
 from onecopy.plan.plan import Plan, difference
 from onecopy.recipes import build_optimizer, build_scheduler
-from onecopy.schedule.lower import Buffer, Facts, Schedule, lower
-from onecopy.schedule.messages import message_slots, on_shelf
+from onecopy.schedule.lower import Facts, Schedule, lower
 from onecopy.schedule.predict import check_needs
 from onecopy.schedule.rest import moment_codecs, scratch_bytes, uses_disk
 from onecopy.tiers.disk import Disk
@@ -116,7 +115,7 @@ def build_core(
     mesh, ledger = plan.mesh(world), Ledger()
     ranks = form_groups(mesh, device)
     across = edge_for(ranks.across, ledger.sent)
-    schedule, edges = _make_edges(lower(plan, Facts(facts, mesh, moments)), ranks, ledger)
+    schedule, edges = make_edges(lower(plan, Facts(facts, mesh, moments)), ranks, ledger)
     number = _engine_number()
     tiers = meeting.all_or_none(lambda: _make_tiers(schedule, ranks, number, ledger))
 
@@ -127,7 +126,7 @@ def build_core(
     away = _hold_moments(runs, schedule, tiers)
     if tiers.disk is not None:
         meeting.all_or_none(tiers.disk.open)
-    run = Run(schedule, runs, across, edges.shelf)
+    run = Run(schedule, runs, across, edges)
     gathering = Gathering(run, Others(number, ledger))
     with run.writing():
         _adopt(run, gathering, world, Materialise(model, device, names) if on_meta else None)
@@ -141,7 +140,7 @@ def build_core(
     tiles = stepper = None
     if made is not None:
         tiles = Tiles(made, [weights for unit in runs for weights in unit.weights if weights.spec.trainable], away)
-        stepper = Stepper(run, tiles, ranks, edge_for(control(use=1), ledger.sent), tiers, plan.clip)
+        stepper = Stepper(run, tiles, ranks, edge_for(control(use=1), ledger.sent), tiers)
     core = Core(plan, schedule, ranks, tiers, ledger, run, gathering, rounds, hooks, made, ticker, tiles, stepper, names)
     for weights in (weights for unit in runs for weights in unit.weights):
         weights.core = weakref.ref(core)
@@ -312,7 +311,7 @@ def _off_device(plan: Plan) -> bool:
 def _make_tiers(schedule: Schedule, ranks: Ranks, engine: int, ledger: Ledger) -> Tiers:
     """The memory of this engine, after asking whether its caps can hold."""
     plan, scratch = schedule.plan, schedule.plan.scratch
-    _warn_of_ratio(schedule)
+    _warn(schedule)
     check_needs(schedule, ranks.piece)
     disk = None
     if scratch is not None and uses_disk(schedule):
@@ -325,8 +324,13 @@ def _make_tiers(schedule: Schedule, ranks: Ranks, engine: int, ledger: Ledger) -
     return tiers
 
 
-def _warn_of_ratio(schedule: Schedule) -> None:
-    """Units are whole: say so where that makes another share than the one asked for."""
+def _warn(schedule: Schedule) -> None:
+    """Say so where steps are delayed, and where whole units make another share on the host than the one asked for."""
+    if schedule.plan.step.when == "delayed":
+        warnings.warn(
+            "StepPolicy(when='delayed') changes the mathematics: each step's update reaches the parameters one step later",
+            stacklevel=2,
+        )
     ratio, trained = schedule.plan.step.ratio, [buffer for buffer in schedule.buffers if buffer.trainable]
     total = sum(buffer.layout.numel for buffer in trained)
     away = sum(buffer.layout.numel for buffer in trained if buffer.row.optimizer.tier != "device")
@@ -353,63 +357,6 @@ def _hold_moments(runs: list[UnitRun], schedule: Schedule, tiers: Tiers) -> dict
             }
         )
     return held
-
-
-@dataclass(frozen=True)
-class Edges:
-    """How buffers move inside a group: ``gather`` also spreads what was stepped; a ``shelf``, where there is one, has
-    the shards of buffers that rest cut, and gathers them."""
-
-    gather: Edge | None = None
-    reduce: Edge | None = None
-    shelf: Shelf | None = None
-    places: tuple[Buffer, ...] = ()
-
-    def source(self, buffer: Buffer, message: Message) -> Source:
-        """Where ``buffer`` becomes whole from."""
-        if self.shelf is not None and buffer in self.places:
-            place = self.places.index(buffer)
-            gather = partial(self.shelf.gather, message=message, index=place)
-            return Source(gather, self.shelf, self.shelf.shards[place])
-        return Source(partial(self.gather.gather, message=message) if self.gather is not None else None)
-
-
-def _make_edges(schedule: Schedule, ranks: Ranks, ledger: Ledger) -> tuple[Schedule, Edges]:
-    """The edges inside a group, and ``schedule`` with what they need noted in its facts."""
-    if ranks.gather is None or ranks.reduce is None:
-        return schedule, Edges()
-    shared = _shared_edges(schedule, ranks, ledger)
-    if shared is not None:
-        edges, size = shared
-        return replace(schedule, facts=replace(schedule.facts, exchange=size)), edges
-    gather, reduce = edge_for(ranks.gather, ledger.sent), edge_for(ranks.reduce, ledger.sent)
-    staging = reduce is not None and reduce.staging
-    return replace(schedule, facts=replace(schedule.facts, staging=staging)), Edges(gather, reduce)
-
-
-def _shared_edges(schedule: Schedule, ranks: Ranks, ledger: Ledger) -> tuple[Edges, int] | None:
-    """Edges through shared memory, and the bytes of their slots; None where ranks do not share any."""
-    if ranks.device.type != "cpu" or dist.get_backend(ranks.gather) != "gloo" or not schedule.buffers:
-        return None
-    assert ranks.gather is not None and ranks.reduce is not None
-    shelved = tuple(buffer for buffer in schedule.buffers if on_shelf(buffer))
-    shelf = open_shelf(ranks.gather, ledger.sent, [(b.layout.shard, getattr(torch, b.dtype)) for b in shelved])
-    if shelf is None:
-        return None
-    (spread, piece), size = message_slots(schedule), 0
-    gather: Edge = Exchange(ranks.gather, ledger.sent)
-    reduce: Edge = Exchange(ranks.reduce, ledger.sent)
-    if spread.size:
-        opened = open_shared(ranks.gather, ledger.sent, spread.size, spread.count)
-        if opened is None:
-            return None
-        gather, size = opened, opened.bytes
-    if piece.size:
-        opened = open_shared(ranks.reduce, ledger.sent, piece.size, piece.count)
-        if opened is None:
-            return None
-        reduce, size = opened, size + opened.bytes
-    return Edges(gather, reduce, shelf if shelved else None, shelved), size
 
 
 def _engine_number() -> int:

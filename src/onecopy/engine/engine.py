@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -13,8 +14,11 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from onecopy.checkpoint.load import Loaded, load
-from onecopy.checkpoint.save import save
+from onecopy.checkpoint.background import Saves
+from onecopy.checkpoint.export import Exported, Options, export_engine
+from onecopy.checkpoint.load import Loaded, Wanted, load
+from onecopy.checkpoint.own import Stateful
+from onecopy.checkpoint.save import Wish, save
 from onecopy.checkpoint.whole import full_state_dict
 from onecopy.comm import assembly, watch
 from onecopy.engine.agreement import look
@@ -25,7 +29,7 @@ from onecopy.engine.precision import LossScaler
 from onecopy.engine.step import raise_at_floor
 from onecopy.engine.ticking import Ticks
 from onecopy.engine.uneven import Shares, uneven
-from onecopy.errors import EngineError
+from onecopy.errors import CheckpointError, EngineError
 from onecopy.plan.plan import Plan
 from onecopy.schedule.predict import LINKS, predict
 
@@ -65,6 +69,7 @@ class Engine(nn.Module):
         self._closed = False
         self._forced_boundary: bool | None = None
         self._measured: dict[str, Any] = {}
+        self._saves = Saves()
         plan, world = core.plan, core.ranks.mesh.world
         shares = plan.batch.accumulation if plan.batch.divide else 1
         core.hooks.gradient_scale = 1.0 / (world * shares)
@@ -165,7 +170,9 @@ class Engine(nn.Module):
             core.rounds.complete()
         core.rounds.next_micro_batch()
         moved = self._step_boundary() if boundary else False
+        core.run.flush()
         self.micro_steps += 1
+        self._saves.raise_agreed()
         return moved
 
     def uneven(self, batches: Iterable[T]) -> Iterator[T]:
@@ -180,7 +187,19 @@ class Engine(nn.Module):
         A rank that has no more batches goes on taking part with zeros, inside the loop, until no rank has any; the mean
         is over the micro-batches that had data. A window that is left incomplete at the end is stepped with what it has.
         """
+        if self.plan.step.when == "backward":
+            raise EngineError(
+                "uneven() learns at the end of a window how many micro-batches had data, and StepPolicy(when='backward') "
+                "steps before that; use when='boundary'"
+            )
         return uneven(self, batches, self._shares)
+
+    def finish_step(self) -> None:
+        """The last update reaches the parameters where steps are delayed (``StepPolicy(when="delayed")``), as before an
+        evaluation; otherwise it has already. :meth:`save`, :meth:`load` and all that reads or writes whole values does it
+        by itself. Collective."""
+        if self._core.stepper is not None:
+            self._core.stepper.quiet()
 
     def train(self, mode: bool = True) -> Engine:
         """As for any module. Ranks may run different numbers of forward passes in evaluation, and meet here again."""
@@ -198,11 +217,15 @@ class Engine(nn.Module):
     def close(self) -> None:
         """Detach from the model: hooks go, open gradients are dropped, and the parameters may join another engine.
 
-        Parameters that rest whole are ordinary ones from here on; sharded ones stay sharded.
+        Parameters that rest whole are ordinary ones from here on; sharded ones stay sharded. Waits for an asynchronous
+        save; raises :class:`~onecopy.errors.CheckpointError`, closed, when that failed.
         """
+        error = self._saves.wait()
         core = self._core
         self._closed = True
         core.hooks.remove()
+        if core.stepper is not None and core.stepper.end():
+            warnings.warn("close() drops the last update, which is delayed; call finish_step() before", stacklevel=2)
         if core.stepper is not None:
             core.stepper.discard()
         for unit in core.run.units:
@@ -210,6 +233,9 @@ class Engine(nn.Module):
                 weights.detach()
         if all(weights.rest.plain is not None for unit in core.run.units for weights in unit.weights):
             core.tiers.close()  # else the parameters are on disk, whose files go when they do
+        self._saves.release()
+        if error:
+            raise CheckpointError(error)
 
     def __getstate__(self) -> Any:
         raise EngineError(
@@ -273,13 +299,16 @@ class Engine(nn.Module):
         core, stepper = self._core, self._core.stepper
         assert stepper is not None
         core.gathering.release_all()
+        stepper.join_early()
         self._refuse_strangers()
         gradient = {memory.tier: memory.live["gradient"] for memory in core.tiers.all}
         # Gradients are too large by the loss scale, and too small where ranks had no data.
         scale = self._scaler.scale / self._shares.take()
-        state = look(core.run.units, core.tiles.options() if core.tiles is not None else [], stepper.edits)
+        options = core.tiles.options() if core.tiles is not None else []
+        state = look(core.run.units, options, stepper.edits, self._saves.failure())
         verdict = stepper.agree(scale, core.rounds.late(), state)
         if any(verdict.late):
+            stepper.refuse_early("gradients came after their unit was sent")
             core.rounds.send_late(verdict.late)
             verdict = stepper.agree(scale, core.rounds.late(), state)
         if verdict.empty:
@@ -288,6 +317,8 @@ class Engine(nn.Module):
             raise EngineError(
                 f"step() {what} since the last step: nothing to step with; engine.discard_gradients() skips a window"
             )
+        if not verdict.finite:
+            stepper.refuse_early(f"gradients of step {self.global_steps} are not finite")
         if not verdict.finite and self._scaler.at_floor:
             raise_at_floor(self._scaler, self.global_steps, core.rounds.suspects.names, core.hooks.outputs_finite())
         self.global_steps += 1
@@ -307,6 +338,7 @@ class Engine(nn.Module):
         core.ledger.close_step()
         for memory in core.tiers.all:
             memory.reset_peak()
+        self._saves.agreed = verdict.save_failed
         return verdict.finite
 
     # Whole values, and checkpoints
@@ -317,6 +349,7 @@ class Engine(nn.Module):
         Parameters have the dtype they compute in; tied ones are one tensor under each of their names. ``rank0_only``:
         other ranks get an empty dict. Beside the result, one unit is whole at a time.
         """
+        self.finish_step()
         return full_state_dict(self, rank0_only)
 
     def save(
@@ -325,20 +358,32 @@ class Engine(nn.Module):
         tag: str | None = None,
         client_state: dict[str, Any] | None = None,
         *,
+        data: Stateful | None = None,
+        keep_last: int | None = None,
+        asynchronous: bool = False,
         latest: bool = True,
         patience: float | None = None,
+        frozen: bool = True,
     ) -> str:
         """Write a checkpoint of all that training goes on from; returns its folder, ``directory/tag``. Collective.
 
         ``tag``: default ``step<global_steps>``; a checkpoint that has it already is replaced. ``client_state``: a dict
-        of JSON values that :meth:`load` returns. ``latest``: make it the one that :meth:`load` picks. ``patience``:
-        seconds to wait for ranks that have not called it (default: the job's, see :func:`onecopy.initialize`). What is
-        written is visible only once it is complete and durable. See ``docs/checkpoint.md``.
+        of JSON values that :meth:`load` returns. ``data``: a loader or sampler with ``state_dict()``, for :meth:`load`.
+        ``keep_last``: afterwards remove all but so many of the newest complete checkpoints. ``asynchronous``: return once
+        there is a copy in host memory, and write that while training goes on. ``latest``: make it the one that :meth:`load`
+        picks. ``patience``: seconds to wait for ranks that have not called it (default: the job's, see
+        :func:`onecopy.initialize`). ``frozen=False``: without parameters that need no gradient, for models whose base is
+        kept elsewhere; it is loaded with ``strict=False``. What is written is visible only once it is complete and durable.
+        See ``docs/checkpoint.md``.
 
         Raises :class:`~onecopy.errors.CheckpointError` on every rank, with nothing left behind and what was there
-        intact, when one rank cannot write, and in the middle of an accumulation window.
+        intact, when one rank cannot write, and in the middle of an accumulation window. Of an asynchronous save that
+        fails later, it is raised by the next :meth:`step` that ends a window (which is taken), :meth:`save`, :meth:`load` or
+        :meth:`close`.
         """
-        return save(self, directory, tag, client_state, latest, patience)
+        self.finish_step()
+        wish = Wish(client_state, data, latest, keep_last, asynchronous, frozen)
+        return save(self, directory, tag, wish, patience)
 
     def load(
         self,
@@ -347,6 +392,8 @@ class Engine(nn.Module):
         *,
         optimizer_states: bool = True,
         scheduler_states: bool = True,
+        random_states: bool | None = None,
+        data: Stateful | None = None,
         strict: bool = True,
         patience: float | None = None,
     ) -> Loaded:
@@ -354,14 +401,41 @@ class Engine(nn.Module):
         Collective.
 
         The number of ranks, the plan and the precision may be others than those it was saved with. Without
-        ``optimizer_states`` moments, group options, loss scale and step counts stay as they are, without
-        ``scheduler_states`` schedule and learning rates. ``strict=False`` loads what matches and warns of the rest,
-        which is in ``.differences`` of the result.
+        ``optimizer_states`` moments, group options, loss scale, step counts and random states stay as they are, without
+        ``scheduler_states`` schedule and learning rates. ``random_states``: whether torch's, Python's and numpy's random
+        generators go on as they would have. ``data``: goes on from where the one given to :meth:`save` was.
+        ``strict=False`` loads what matches and warns of the rest, which is in ``.differences`` of the result.
 
         Raises :class:`~onecopy.errors.CheckpointError` on every rank when there is no such checkpoint, a file is
-        missing or damaged, or the model is another one; the engine is then as it was.
+        missing or damaged, or the model is another one. The engine is then as it was; or, when the damage is inside a file,
+        it refuses to step or save until a checkpoint is loaded.
         """
-        return load(self, directory, tag, optimizer_states, scheduler_states, strict, patience)
+        self.finish_step()
+        wanted = Wanted(optimizer_states, scheduler_states, strict, random_states, data)
+        return load(self, directory, tag, wanted, patience)
+
+    def export(
+        self,
+        directory: str | os.PathLike[str],
+        dtype: str | torch.dtype | None = None,
+        max_shard_size: int | str | None = "5GB",
+        *,
+        model_dir: str | os.PathLike[str] | None = None,
+        patience: float | None = None,
+    ) -> Exported:
+        """Write plain weights to the folder ``directory``, as ``from_pretrained`` reads them. Collective.
+
+        Safetensors files of at most ``max_shard_size`` bytes (one tensor may be larger), with an index when they are several;
+        tied weights once; a Hugging Face model's configuration; configuration and tokenizer of the folder ``model_dir``.
+        ``dtype``: of floating-point parameters, "fp32" from their master weights (default: that they compute in); buffers
+        stay as they are. Of a PEFT model, the adapters alone, in PEFT's layout. One unit is whole at a time; rank 0 writes.
+
+        Raises :class:`~onecopy.errors.CheckpointError` on every rank, with nothing left behind, when rank 0 cannot write or
+        there are weights already.
+        """
+        self.finish_step()
+        folder = None if model_dir is None else os.fspath(model_dir)
+        return export_engine(self, directory, Options.of(dtype, max_shard_size, model_dir=folder), patience)
 
     def _refuse_strangers(self) -> None:
         """A parameter that joined the model after initialize would never be stepped."""

@@ -43,6 +43,8 @@ def gather_for_reading(params: nn.Module | nn.Parameter | Iterable[nn.Parameter]
     if write_rank is not None and not 0 <= write_rank < world_size():
         raise EngineError(f"write_rank {write_rank} is not a rank; there are {world_size()}, counted from 0")
     assembly.settle()
+    for weights in held:
+        weights.quiet()
     opened = [weights for weights in held if not weights.present]
     for weights in opened:
         weights.start_gather()

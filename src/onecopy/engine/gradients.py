@@ -246,6 +246,13 @@ class Gradients:
         self.marks.used = [False] * len(self.marks.used)
         self.marks.cleared.clear()
 
+    def hand_over(self) -> torch.Tensor:
+        """The window is over, and its sum, which stays on the account, is the caller's."""
+        total, self.total = self.total, None
+        assert total is not None
+        self.drop()
+        return total
+
     # Details
 
     @property

@@ -25,6 +25,7 @@ def _home(param: nn.Parameter) -> tuple[ParameterHome, Core]:
     if isinstance(home, ParameterHome) and home.weights.core is not None:
         core = home.weights.core()
         if core is not None:
+            home.weights.quiet()
             return home, core
     raise EngineError(f"a parameter of shape {tuple(param.shape)} belongs to no engine; call onecopy.initialize first")
 

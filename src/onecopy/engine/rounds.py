@@ -273,6 +273,7 @@ class Rounds:
             self._run.finish(spreads)
             for gradients in unit.gradients:
                 gradients.settle()
+            self._run.settled(unit)
 
     def late(self) -> list[bool]:
         """Per unit: did gradients come after it was sent (its module was recomputed more than once)?

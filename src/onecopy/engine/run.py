@@ -7,14 +7,14 @@ Why a unit has an op is said in ``schedule/lower.py``; what one does is in ``wei
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
 from torch import nn
 
 from onecopy.comm.collectives import Edge
-from onecopy.comm.shared import Shelf
+from onecopy.engine.edges import Edges
 from onecopy.engine.gradients import Gradients
 from onecopy.engine.weights import Weights
 from onecopy.schedule.lower import Schedule
@@ -24,6 +24,10 @@ __all__ = ["Run", "UnitRun"]
 
 
 _NOTHING: list[Op] = []
+
+
+def _nobody(unit: UnitRun) -> None:
+    """Nobody waits for it."""
 
 
 @dataclass(eq=False)
@@ -63,11 +67,11 @@ class UnitRun:
 class Run:
     """Carries out ops: ``start`` sets one off, ``finish`` waits for what it started."""
 
-    def __init__(self, schedule: Schedule, units: list[UnitRun], across: Edge | None, shelf: Shelf | None = None) -> None:
+    def __init__(self, schedule: Schedule, units: list[UnitRun], across: Edge | None, edges: Edges) -> None:
         self.schedule = schedule
         self.units = units
         self._across = across
-        self._shelf = shelf
+        self._edges = edges
         self._weights = {weights.spec.name: weights for unit in units for weights in unit.weights}
         self._of = {id(weights): unit for unit in units for weights in unit.weights}
         self._gradients = {gradients.spec.name: gradients for unit in units for gradients in unit.gradients}
@@ -76,10 +80,18 @@ class Run:
             for op in listed:
                 self._ops.setdefault((name, event, op.kind), []).append(op)
         self.accumulates = schedule.plan.batch.accumulation > 1
+        # Told when the gradients of a unit are those of the step.
+        self.settled: Callable[[UnitRun], None] = _nobody
 
     def writing(self) -> AbstractContextManager[None]:
         """Around changes of all shards at once."""
-        return self._shelf.writing() if self._shelf is not None else nullcontext()
+        return self._edges.shelf.writing() if self._edges.shelf is not None else nullcontext()
+
+    def flush(self) -> None:
+        """Return when the ranks that are behind have all that this one sent in the step that it has ended."""
+        for edge in (self._edges.gather, self._edges.reduce):
+            if edge is not None:
+                edge.flush()
 
     def ops(self, unit: UnitRun, event: Event, kind: str) -> list[Op]:
         """The ops of ``kind`` that the schedule gives ``unit`` at ``event``."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections import deque
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from functools import partial
 
@@ -15,14 +16,15 @@ from onecopy.comm import meeting
 from onecopy.comm.collectives import Edge
 from onecopy.comm.groups import Ranks
 from onecopy.engine.agreement import State, refuse_unless_alike
+from onecopy.engine.beside import Beside, Task
 from onecopy.engine.gradients import Gradients
 from onecopy.engine.precision import LossScaler
 from onecopy.engine.run import Run, UnitRun
+from onecopy.engine.tilewise import Ahead, scratch_elements, step_tiles
 from onecopy.engine.weights import Weights
 from onecopy.errors import DiskError, EngineError
 from onecopy.optim import Borrowed, Tiles
 from onecopy.plan.layout import Slot, Tier
-from onecopy.plan.plan import Clip
 from onecopy.schedule.ops import Op
 from onecopy.tiers.disk import Disk
 from onecopy.tiers.tiers import Tiers
@@ -32,12 +34,14 @@ __all__ = ["Stepper", "Verdict"]
 
 class Verdict:
     """What all ranks agreed on before a step: the global norm of the unscaled gradients, whether it is finite, for each
-    buffer which of its parameters some rank used, and for which units some rank has gradients that it has not sent."""
+    buffer which of its parameters some rank used, for which units some rank has gradients that it has not sent, and whether
+    some rank knows that an asynchronous save has failed."""
 
-    def __init__(self, norm: float, used: dict[str, list[bool]], late: list[bool]) -> None:
+    def __init__(self, norm: float, used: dict[str, list[bool]], late: list[bool], save_failed: bool = False) -> None:
         self.norm = norm
         self.used = used
         self.late = late
+        self.save_failed = save_failed
 
     @property
     def finite(self) -> bool:
@@ -52,13 +56,18 @@ class Verdict:
 class Stepper:
     """Runs the ``vote`` and ``step`` events for all units."""
 
-    def __init__(self, run: Run, tiles: Tiles, ranks: Ranks, world: Edge | None, tiers: Tiers, clip: Clip) -> None:
+    def __init__(self, run: Run, tiles: Tiles, ranks: Ranks, world: Edge | None, tiers: Tiers) -> None:
         self._run = run
         self._tiles = tiles
         self._ranks = ranks
         self._world = world
         self._tiers = tiers
-        self._clip = clip
+        self._clip = run.schedule.plan.clip
+        self._when = run.schedule.plan.step.when
+        # What is stepped on a thread: in a backward pass, or after the step that it belongs to.
+        self._beside = Beside(tiles, tiers) if self._when != "boundary" else None
+        if self._when == "backward":
+            run.settled = self._step_early
         self._moments: dict[Tier, int] = {}
         self._buffers = [gradients for unit in run.units for gradients in unit.gradients]
         # What interrupted a step: some tiles are stepped and some are not, until a checkpoint is loaded.
@@ -81,16 +90,18 @@ class Stepper:
         kind = self._clip.norm_type
         part = self._part(kind)
         own = _number_of(state)
-        flags = [float(own), float(_LARGEST - own), *(float(unsent) for unsent in late)]
+        flags = [float(own), float(_LARGEST - own), *(float(flag) for flag in late)]
         flags += [float(used) for gradients in self._buffers for used in gradients.marks.used]
         ballot = torch.tensor([part, *flags], dtype=torch.float64, device="cpu")
         if self._world is not None:
             self._world.all_reduce(ballot, "vote", dist.ReduceOp.MAX if kind == math.inf else dist.ReduceOp.SUM)
         total, one, other, *counts = ballot.tolist()
+        failed = bool(state.failed_save)
         if (one + other != _LARGEST) if kind == math.inf else (one != own * self._ranks.mesh.world):
-            refuse_unless_alike(state, self._run.units)
+            failed = refuse_unless_alike(state, self._run.units)
         norm = total if kind == math.inf else _root(total, kind)
-        return Verdict(norm / scale, self._flags(counts[len(late) :]), [count > 0 for count in counts[: len(late)]])
+        unsent = [count > 0 for count in counts[: len(late)]]
+        return Verdict(norm / scale, self._flags(counts[len(late) :]), unsent, failed)
 
     def _part(self, kind: float) -> float:
         """This rank's share: the largest element, or the sum of ``|g| ** kind``."""
@@ -162,16 +173,27 @@ class Stepper:
 
     def apply(self, verdict: Verdict, scale: float) -> None:
         """Step every unit with its gradients divided by ``scale`` and clipped, and make the new weights whole where
-        they rest whole. Sending a unit's weights overlaps with stepping the next."""
+        they rest whole. Sending a unit's weights overlaps with stepping the next.
+
+        What was stepped beside the backward pass is sent; a step that is delayed begins, and the one before it is sent.
+        """
         self.edits = []
         factor = 1.0 / scale
         if self._clip.max_norm is not None:
             # As torch.nn.utils.clip_grad_norm_ does it.
             factor *= min(1.0, self._clip.max_norm / (verdict.norm + 1e-6))
         self._tiles.check_groups()
+        if self._when == "delayed":
+            self.quiet()
+            self._begin_delayed(verdict, factor)
+        else:
+            self._move(partial(self._step_units, verdict, factor))
+
+    def _move(self, steps: Callable[[], None]) -> None:
+        """``steps`` change the parameters; when they are interrupted, the engine is torn."""
         try:
             with self._run.writing(), torch.no_grad():
-                self._step_units(verdict, factor)
+                self._tiles.whole_step(steps)
         except BaseException as error:  # Ctrl-C too
             self.torn = f"{type(error).__name__}: {error}"
             self.discard()
@@ -184,12 +206,15 @@ class Stepper:
         """A disk that fails on one rank fails the step on all: until then the others get what they wait for."""
         sent: deque[list[Op]] = deque()
         problem: DiskError | None = None
-        with closing(_Ahead(self._tiles, self._run.units)) as coming:
+        done = set(self._beside.take()) if self._beside is not None else set()
+        with closing(Ahead(self._tiles, self._tiled(done))) as coming:
             for unit in self._run.units:
                 if not unit.gradients:
                     continue
                 try:
-                    if problem is None:
+                    if unit in done:
+                        self._encode(unit)
+                    elif problem is None:
                         self._step_unit(unit, verdict, factor, coming)
                 except DiskError as error:
                     problem = error
@@ -204,7 +229,13 @@ class Stepper:
         if disk is not None:
             meeting.all_or_none(partial(_settle, disk, problem))
 
-    def _step_unit(self, unit: UnitRun, verdict: Verdict, factor: float, coming: _Ahead) -> None:
+    def _tiled(self, done: set[UnitRun]) -> Iterator[Weights]:
+        """The buffers that are stepped tile by tile, and are not ``done``."""
+        for unit in self._run.units:
+            if unit not in done:
+                yield from (weights for weights in unit.weights if weights.spec.trainable and weights.spec.tiled)
+
+    def _step_unit(self, unit: UnitRun, verdict: Verdict, factor: float, coming: Ahead) -> None:
         held = {weights.spec.name: weights for weights in unit.weights}
         together = [gradients for gradients in unit.gradients if not gradients.spec.tiled]
         self._step_together(together, held, verdict, factor)
@@ -241,35 +272,104 @@ class Stepper:
             self._tiles.give_back(borrowed)
 
     def _step_tiles(
-        self, gradients: Gradients, weights: Weights, used: dict[Slot, bool], factor: float, coming: _Ahead
+        self, gradients: Gradients, weights: Weights, used: dict[Slot, bool], factor: float, coming: Ahead
     ) -> None:
-        """Step one buffer tile by tile: of each the gradient is cast and scaled, the kernel runs, and the new weights go
-        to where the parameter rests."""
         assert gradients.total is not None
-        state, grid = weights.state, weights.state.grid
-        row = gradients.spec.row
-        memory = self._tiers.computing(row.optimizer.tier)
-        direct = gradients.total.dtype == state.dtype and row.gradient.rest.tier == memory.tier
-        scratch = None if direct else memory.alloc("workspace", min(grid.tile, grid.numel), state.dtype)
-        for tile in range(grid.count):
-            low, high = grid.bounds(tile)
-            borrowed = coming.next()
-            gradient = gradients.total[low:high]
-            if row.gradient.rest.tier != memory.tier:
-                self._tiers.moved("to_host", gradient.numel() * gradient.element_size())
-            if scratch is not None:
-                gradient = scratch[: high - low].copy_(gradient)
-            if factor != 1.0:
-                gradient.mul_(factor)
-            self._tiles.step([(borrowed, gradient, used)])
-            if weights.master is not None:
-                weights.write_back(low, borrowed.values.wait())
-            self._tiles.give_back(borrowed)
+        memory = self._tiers.computing(weights.spec.row.optimizer.tier)
+        elements = scratch_elements(weights, gradients.total.dtype)
+        scratch = memory.alloc("workspace", elements, weights.state.dtype) if elements else None
+        step_tiles(self._tiles, self._tiers, weights, gradients.total, used, factor, coming, scratch)
         if scratch is not None:
             memory.drop("workspace", scratch)
 
+    # Stepping on a thread
+
+    def _step_early(self, unit: UnitRun) -> None:
+        """The gradients of ``unit`` are whole: step it now, unless the vote has to be heard first."""
+        assert self._beside is not None
+        if unit in self._beside.units:
+            raise EngineError(
+                f"gradients came for unit {unit.name!r} after it was stepped: with StepPolicy(when='backward') the last "
+                "micro-batch of a window has one backward pass; use when='boundary'"
+            )
+        pairs = [(gradients, _weights_of(unit, gradients)) for gradients in unit.gradients]
+        # What this rank did not use another may have used, or none; what was written has to be looked at first.
+        if all(all(gradients.marks.used) and not weights.was_written() for gradients, weights in pairs):
+            tasks = [
+                Task(weights, gradients.total, dict.fromkeys(gradients.spec.layout.slots, True))
+                for gradients, weights in pairs
+                if gradients.total is not None
+            ]
+            self._beside.add(unit, tasks, 1.0, look=True)
+
+    def join_early(self) -> None:
+        """Wait for what is stepped in the backward pass. Raises :class:`EngineError` where that cannot stand."""
+        if self._when != "backward" or self._beside is None or not self._beside.units:
+            return
+        self.quiet()
+        if self.edits:
+            self.refuse_early("p.grad was changed after the backward pass")
+        if any(weights.was_written() for unit in self._beside.units for weights in unit.weights if weights.spec.trainable):
+            self.refuse_early("parameters were written, or their .data was taken, after the backward pass")
+
+    def refuse_early(self, why: str) -> None:
+        """Raise :class:`EngineError` where units are stepped before the vote, which would have heeded ``why``."""
+        if self._when == "backward":
+            self.torn = f"{why}, and StepPolicy(when='backward') had stepped units before that was known"
+            self.discard()
+            raise EngineError(f"{self.torn}; load() a checkpoint with its optimizer states, and use when='boundary'")
+
+    def _begin_delayed(self, verdict: Verdict, factor: float) -> None:
+        assert self._beside is not None
+        for unit in self._run.units:
+            tasks = [
+                Task(_weights_of(unit, gradients), gradients.hand_over(), _used(gradients, verdict), owned=True)
+                for gradients in unit.gradients
+            ]
+            if tasks:
+                self._beside.add(unit, tasks, factor, look=False)
+
+    def quiet(self) -> None:
+        """Nothing is stepped on a thread from here on, and a step that was delayed has reached the parameters. Collective
+        where steps are delayed."""
+        if self._beside is None or not self._beside.units:
+            return
+        if self.torn is not None:
+            self._beside.abandon()
+            return
+        try:
+            if self._when == "delayed":
+                meeting.all_or_none(self._beside.join)
+            else:
+                self._beside.join()
+        except BaseException as error:
+            self.torn = f"{type(error).__name__}: {error}"
+            raise
+        if self._when == "delayed":
+            self._move(partial(self._step_units, Verdict(0.0, {}, []), 1.0))
+            self._run.flush()
+
+    def end(self) -> bool:
+        """The engine is closed. Is there a delayed step that will never reach the parameters?"""
+        lost = self._when == "delayed" and self._beside is not None and bool(self._beside.units)
+        if self._beside is not None:
+            self._beside.abandon()
+        return lost
+
+    def _encode(self, unit: UnitRun) -> None:
+        """The masters of ``unit`` are stepped: its parameters follow."""
+        for gradients in unit.gradients:
+            weights = _weights_of(unit, gradients)
+            weights.encode()
+            weights.changed()
+            if self._when == "backward":  # a window later, they are those of the next step
+                gradients.drop()
+
     def discard(self) -> None:
         """Forget the gradients of this window."""
+        if self._when == "backward" and self._beside is not None and self._beside.units:
+            self._beside.abandon()
+            self.torn = self.torn or "gradients were discarded that StepPolicy(when='backward') had stepped with already"
         self.forget_norms()
         self.edits = []
         for gradients in self._buffers:
@@ -283,34 +383,8 @@ def _settle(disk: Disk, problem: DiskError | None) -> None:
     disk.drain()
 
 
-class _Ahead:
-    """The tiles of all units in the order in which they are stepped, each borrowed while the one before is stepped."""
-
-    def __init__(self, tiles: Tiles, units: list[UnitRun]) -> None:
-        self._tiles = tiles
-        self._order = iter(
-            (weights, tile)
-            for unit in units
-            for weights in unit.weights
-            if weights.spec.trainable and weights.spec.tiled
-            for tile in range(weights.state.grid.count)
-        )
-        self._borrowed: deque[Borrowed] = deque()
-        self._given: Borrowed | None = None
-
-    def next(self) -> Borrowed:
-        """The next tile."""
-        while len(self._borrowed) < 2 and (following := next(self._order, None)) is not None:
-            self._borrowed.append(self._tiles.borrow(*following))
-        self._given = self._borrowed.popleft()
-        return self._given
-
-    def close(self) -> None:
-        """Let go of what was borrowed and has not been given back."""
-        for borrowed in (self._given, *self._borrowed):
-            if borrowed is not None:
-                for tile in (borrowed.values, *borrowed.moments.values()):
-                    tile.drop()
+def _weights_of(unit: UnitRun, gradients: Gradients) -> Weights:
+    return next(weights for weights in unit.weights if weights.spec is gradients.spec)
 
 
 def _used(gradients: Gradients, verdict: Verdict) -> dict[Slot, bool]:

@@ -18,7 +18,7 @@ from onecopy.errors import PlanError
 from onecopy.plan.layout import ParamFact, UnitFact
 from onecopy.plan.plan import Units
 
-__all__ = ["UnitModules", "find_units", "named_modules", "named_parameters"]
+__all__ = ["UnitModules", "find_units", "named_modules", "named_parameters", "unwrapped"]
 
 # What torch.compile and activation checkpointing name the module they wrap. No model has these names by itself; data
 # parallel wrappers say "module", which many a model says too, so those are known by their type.
@@ -35,7 +35,8 @@ def _inner(module: nn.Module) -> nn.Module | None:
     return child if key in _WRAPPED or (key == "module" and isinstance(module, _PARALLEL)) else None
 
 
-def _unwrapped(module: nn.Module) -> nn.Module:
+def unwrapped(module: nn.Module) -> nn.Module:
+    """What is inside of the wrappers around ``module``; itself where there are none."""
     while (inner := _inner(module)) is not None:
         module = inner
     return module
@@ -101,7 +102,7 @@ def find_units(model: nn.Module, policy: Units) -> list[UnitModules]:
         raise PlanError(f"the model, a {type(model).__name__}, has no parameters: there is nothing to shard or train")
     units: list[UnitModules] = []
     home: dict[nn.Parameter, UnitModules] = {}
-    root = _unwrapped(model)
+    root = unwrapped(model)
     _refuse_unknown(model, policy.blocks or ())
     for name, entry, members in _candidates(model, "", policy.blocks):
         fresh = [param for param in members if param not in home]
@@ -138,7 +139,7 @@ def _mark_spans(model: nn.Module, units: list[UnitModules]) -> None:
     for unit, following in zip(units, [*units[1:], None], strict=True):
         last = max(place[entry] for entry in unit.entries)
         after = min(place[entry] for entry in following.entries) if following is not None else len(place)
-        unit.spans = _unwrapped(model) in unit.entries or last > after
+        unit.spans = unwrapped(model) in unit.entries or last > after
 
 
 def _unit_for(units: list[UnitModules], is_root: bool, policy: Units) -> UnitModules | None:
@@ -167,17 +168,17 @@ def _candidates(module: nn.Module, name: str, blocks: tuple[str, ...] | None) ->
         path = _bare(name, module, key)
         if _are_experts(child, path):
             yield path, module, list(child.parameters())
-        elif blocks is None and _repeats(_unwrapped(child)):
-            for index, block in _unwrapped(child).named_children():
+        elif blocks is None and _repeats(unwrapped(child)):
+            for index, block in unwrapped(child).named_children():
                 yield f"{path}.{index}", block, list(block.parameters())
-        elif blocks is not None and type(_unwrapped(child)).__name__ in blocks:
+        elif blocks is not None and type(unwrapped(child)).__name__ in blocks:
             yield path, child, list(child.parameters())
         else:
             yield from _candidates(child, path, blocks)
 
 
 def _are_experts(module: nn.Module, name: str) -> bool:
-    container = isinstance(_unwrapped(module), nn.ModuleList | nn.ModuleDict)
+    container = isinstance(unwrapped(module), nn.ModuleList | nn.ModuleDict)
     return container and "expert" in name.rpartition(".")[2].lower()
 
 
@@ -185,5 +186,5 @@ def _repeats(module: nn.Module) -> bool:
     """Is ``module`` a list of blocks of one class?"""
     if not isinstance(module, nn.ModuleList) or len(module) < 2:
         return False
-    kinds = {type(_unwrapped(child)) for child in module}
+    kinds = {type(unwrapped(child)) for child in module}
     return len(kinds) == 1 and any(True for _ in module[0].parameters())

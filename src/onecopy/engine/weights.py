@@ -18,6 +18,7 @@ from onecopy.comm.shared import Shelf
 from onecopy.engine.home import ParameterHome
 from onecopy.engine.parameter import HOME, Face
 from onecopy.engine.pending import make_plain, shown_class
+from onecopy.errors import EngineError
 from onecopy.plan.layout import Grid, Slot
 from onecopy.schedule.lower import Buffer
 from onecopy.tiers.held import Held
@@ -42,11 +43,12 @@ class Source:
 class Writes:
     """How writes to the parameters show: ``versions`` is the sum of their version counters when last looked at;
     ``unseen``: somebody has had a ``.data``, through which writes leave no sign, so values are looked at instead.
-    ``touched``: somebody had one since the last step."""
+    ``touched``: somebody had one since the last step. ``busy``: the master weights are stepped on a thread just now."""
 
     versions: int = 0
     unseen: bool = False
     touched: bool = False
+    busy: bool = False
 
 
 class Weights:
@@ -186,6 +188,10 @@ class Weights:
                 self.follow(slot)
         return seen or taken
 
+    def was_written(self) -> bool:
+        """Were parameters that rest whole written since they were last looked at, or may they have been?"""
+        return not self.away and (self.writes.unseen or self._version_sum() != self.writes.versions)
+
     def _take_back(self) -> bool:
         """Were there any? Parameters whose ``.data`` was exchanged for another tensor: its values count, its memory does
         not."""
@@ -254,6 +260,12 @@ class Weights:
         self._tiers.fetch(self.rest, self._own_of(scratch))
         self._source.gather(scratch, self._own_of(scratch)).wait()
         self._tiers.device.drop("gather buffer", scratch)
+
+    def quiet(self) -> None:
+        """The master weights are not stepped on a thread just now. Collective where steps are delayed."""
+        core = self.core() if self.core is not None else None
+        if core is not None and core.stepper is not None:
+            core.stepper.quiet()
 
     def detach(self) -> None:
         """The engine lets go: parameters that rest whole are ordinary ones."""
@@ -394,8 +406,14 @@ class Weights:
     def follow(self, slot: Slot, source: torch.Tensor | None = None) -> None:
         """The parameter in ``slot`` was written where it is read: make what rests and the master weights follow.
 
-        ``source``: the whole new values, flat, when they are more precise than the parameter.
+        ``source``: the whole new values, flat, when they are more precise than the parameter. Raises :class:`EngineError`
+        while the master weights are stepped on a thread.
         """
+        if self.writes.busy:
+            raise EngineError(
+                f"parameter {slot.param.name!r} was written, or its .data was taken, while its step runs beside training "
+                f"(StepPolicy.when); call engine.finish_step() on all ranks before"
+            )
         if self.away and self.present and (part := self.piece_of(slot)) is not None:
             self.write_rest(*part, self.own()[part[0] : part[1]])
         if self.master is None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from onecopy.errors import ConfigError
 from onecopy.plan.plan import Batch
 
-__all__ = ["World", "find_world", "resolve_batch"]
+__all__ = ["ACCUMULATION", "MICRO", "TRAIN", "World", "find_world", "resolve_batch", "undetermined"]
 
 TRAIN, MICRO, ACCUMULATION = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
 
@@ -35,24 +35,29 @@ def find_world(world_size: int | None) -> World:
     return World(int(text))
 
 
+def _known(train: int | None, micro: int | None, accumulation: int | None, auto: frozenset[str]) -> dict[str, int | None]:
+    """The three numbers, with the accumulation that an absent key means where the others do not say it."""
+    known = {TRAIN: train, MICRO: micro, ACCUMULATION: accumulation}
+    if ACCUMULATION not in auto and accumulation is None and (train is None or micro is None):
+        known[ACCUMULATION] = 1
+    return known
+
+
+def undetermined(train: int | None, micro: int | None, accumulation: int | None, auto: frozenset[str]) -> list[str]:
+    """Those of the three that were left "auto" and do not follow from the others."""
+    known = _known(train, micro, accumulation, auto)
+    return [name for name in known if name in auto and sum(known[other] is not None for other in known if other != name) < 2]
+
+
 def resolve_batch(
     train: int | None, micro: int | None, accumulation: int | None, world: World, auto: frozenset[str] = frozenset()
 ) -> Batch:
     """The micro-batch size (None when nothing says it) and the number of micro-batches per step.
 
-    ``auto`` names those of the three that were left "auto" and must therefore follow from the others; an absent
+    ``auto`` names those of the three that were left "auto" and follow from the others (:func:`undetermined`); an absent
     accumulation is otherwise 1. Raises :class:`ConfigError` with all the numbers and a fix.
     """
-    known = {TRAIN: train, MICRO: micro, ACCUMULATION: accumulation}
-    if ACCUMULATION not in auto and accumulation is None and (train is None or micro is None):
-        known[ACCUMULATION] = 1
-    open_ends = [name for name in auto if sum(known[other] is not None for other in known if other != name) < 2]
-    if open_ends:
-        names = ", ".join(sorted(open_ends))
-        raise ConfigError(
-            f"still 'auto' and not determined by other keys: {names}; give numbers for two of {TRAIN}, {MICRO} and "
-            f"{ACCUMULATION}"
-        )
+    known = _known(train, micro, accumulation, auto)
     if train is None:
         return Batch(accumulation=known[ACCUMULATION] or 1, micro=micro)
     if micro is not None and known[ACCUMULATION] is not None:

@@ -23,6 +23,7 @@ from onecopy.plan.plan import (
     Scratch,
     StepPolicy,
     Units,
+    When,
 )
 from onecopy.plan.values import Number
 
@@ -138,6 +139,33 @@ def _check_tiers(name: str, row: Row) -> None:
         )
 
 
+def _check_when(plan: Plan) -> None:
+    """Raise :class:`PlanError` for a time of the step that something in the plan stands against."""
+    when = plan.step.when
+    if when not in get_args(When):
+        near = get_close_matches(str(when), get_args(When), n=1, cutoff=0.0)[0]
+        raise PlanError(f"step when is {when!r}; did you mean {near!r}? Legal: {get_args(When)}")
+    if when == "boundary":
+        return
+    against = []
+    if plan.step.ratio != 1.0:
+        against.append(f"ratio is {plan.step.ratio:g}, which leaves units on the device")
+    if when == "backward" and plan.clip.max_norm is not None:
+        against.append(f"gradients are clipped to {plan.clip.max_norm:g}, by a norm that is known after the backward pass")
+    if when == "backward" and plan.precision.loss_scale is not None:
+        against.append("the loss is scaled, and whether gradients overflow is known after the backward pass")
+    for rule in plan.rules:
+        row = rule.row
+        tiers = {row.gradient.rest.tier, row.optimizer.tier, row.moment.tier}
+        if tiers != {"host"} or row.moment.codec is not None or row.optimizer.codec is not None:
+            against.append(
+                f"rule {rule.pattern!r} does not keep gradients, master weights and moments all on 'host' and as they are: "
+                "offload(stage(2)) or offload(stage(3)) does, without low_precision"
+            )
+    if against:
+        raise PlanError(f"step when is {when!r}, and {'; '.join(against)}; use when='boundary'")
+
+
 def _check_mesh(plan: Plan, world: int) -> None:
     if world < 1:
         raise PlanError(f"world size {world} is not a number of ranks; it is 1 or more")
@@ -158,6 +186,7 @@ def _check_numbers(plan: Plan) -> None:
     if plan.step.tile is not None:
         _number("step tile", plan.step.tile, _FROM_ONE)
     _number("step ratio", plan.step.ratio, Number(0, 1))
+    _check_when(plan)
     for what in ("staging", "block", "threads") if plan.scratch is not None else ():
         _number(f"scratch {what}", getattr(plan.scratch, what), _FROM_ONE)
     for what, cap in (("device", plan.caps.device), ("host", plan.caps.host)):

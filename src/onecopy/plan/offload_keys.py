@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from onecopy.errors import ConfigError
 from onecopy.plan import schema
+from onecopy.plan.keys import Remark
 from onecopy.plan.layout import Tier
 from onecopy.plan.plan import Plan, Scratch
 from onecopy.plan.presets import offload
@@ -33,7 +34,7 @@ class Offload:
     parameter: Tier = "device"
     ratio: float = 1.0
     scratch: Scratch | None = None
-    notes: tuple[str, ...] = ()
+    remarks: tuple[Remark, ...] = ()
 
     def place(self, plan: Plan) -> Plan:
         """``plan`` with its states there."""
@@ -79,8 +80,8 @@ def read_offload(config: schema.Config) -> Offload:
     if problems:
         raise ConfigError("\n".join(problems))
     ratio = zero.offload_optimizer.ratio if zero.offload_optimizer is not None else 1.0
-    notes = tuple(_idle(zero, optimizer, parameter, aio))
-    return Offload(optimizer.tier, parameter.tier, ratio if optimizer.tier != "device" else 1.0, scratch, notes)
+    remarks = tuple(_idle(zero, optimizer, parameter, aio))
+    return Offload(optimizer.tier, parameter.tier, ratio if optimizer.tier != "device" else 1.0, scratch, remarks)
 
 
 def _asked(
@@ -142,7 +143,7 @@ def _threads(aio: schema.Aio, problems: list[str]) -> int:
     return int(found) if found is not None else Scratch.threads
 
 
-def _idle(zero: schema.ZeroOptimization, optimizer: _Asked, parameter: _Asked, aio: schema.Aio) -> Iterator[str]:
+def _idle(zero: schema.ZeroOptimization, optimizer: _Asked, parameter: _Asked, aio: schema.Aio) -> Iterator[Remark]:
     """Of the keys that are honoured where they apply, those that do not apply."""
     for name, asked, section in (
         ("offload_optimizer", optimizer, zero.offload_optimizer),
@@ -150,10 +151,10 @@ def _idle(zero: schema.ZeroOptimization, optimizer: _Asked, parameter: _Asked, a
     ):
         given = section.model_fields_set if section is not None else set()
         if "nvme_path" in given and asked.path is not None and asked.tier != "disk":
-            yield f"{_ZERO}.{name}.nvme_path does nothing: device is {asked.device!r}"
+            yield Remark(f"device is {asked.device!r}", (f"{_ZERO}.{name}.nvme_path",))
         if "ratio" in given and asked.tier == "device":
-            yield f"{_ZERO}.{name}.ratio does nothing: device is {asked.device!r}"
+            yield Remark(f"device is {asked.device!r}", (f"{_ZERO}.{name}.ratio",))
     if "disk" not in (optimizer.tier, parameter.tier):
         keys = [f"aio.{key}" for key in ("block_size", "intra_op_parallelism", "thread_count") if key in aio.model_fields_set]
         if keys:
-            yield f"{', '.join(keys)} {'does' if len(keys) == 1 else 'do'} nothing: nothing is offloaded to disk"
+            yield Remark("nothing is offloaded to disk", tuple(keys))

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, Literal
 
 from onecopy.plan.layout import Layout, Mesh
 
@@ -127,6 +127,9 @@ class Clip:
     norm_type: float = 2.0
 
 
+When = Literal["boundary", "backward", "delayed"]
+
+
 @dataclass(frozen=True)
 class StepPolicy:
     """How the optimizer proceeds. It runs where its states rest: on the host for those on host and disk.
@@ -134,10 +137,16 @@ class StepPolicy:
     ``tile``: elements stepped at a time (None: a whole unit on the device; off it a size that outweighs the calls that
     step it and makes a good disk request). ``ratio``: share of the elements whose optimizer states and gradients obey a
     layout off the device; those of the other units, the first ones, stay on it (Offload++'s twin flow).
+
+    ``when``: "boundary", in ``engine.step()``; "backward", each unit on a thread as soon as its gradients are summed, while
+    the backward pass goes on to the next: the same numbers, where nothing has to be known of all gradients first (no
+    clipping, no loss scale); "delayed", on a thread during the next window, so that parameters are one update behind
+    (ZeRO-Offload, section 5.2). The last two are for states and gradients on the host.
     """
 
     tile: int | None = None
     ratio: float = 1.0
+    when: When = "boundary"
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,7 @@ import torch
 from torch.optim import lr_scheduler as torch_schedules
 
 from onecopy.errors import ConfigError
+from onecopy.plan.keys import Remark
 from onecopy.plan.plan import Recipe
 from onecopy.plan.values import Choice, Flag, Kind, ListOf, Number, nearest, shown
 
@@ -133,7 +134,7 @@ class Chosen:
 
     name: str
     arguments: dict[str, Any]
-    notes: tuple[str, ...] = ()
+    remarks: tuple[Remark, ...] = ()
 
 
 def check_keys(params: Mapping[str, Any], kinds: Mapping[str, Kind], path: str) -> dict[str, Any]:
@@ -156,8 +157,9 @@ def check_keys(params: Mapping[str, Any], kinds: Mapping[str, Kind], path: str) 
     return clean
 
 
-def choose_optimizer(recipe: Recipe, path: str = "optimizer") -> Chosen:
-    """The torch optimizer class and arguments of ``recipe``. ``type`` is matched without regard to letter case."""
+def choose_optimizer(recipe: Recipe, path: str = "optimizer", later: frozenset[str] = frozenset()) -> Chosen:
+    """The torch optimizer class and arguments of ``recipe``. ``type`` is matched without regard to letter case; ``later``:
+    keys that somebody still fills in."""
     asked = recipe.type.lower()
     name = next((name for name in OPTIMIZERS if name.lower() == asked), None)
     if name is None:
@@ -189,24 +191,25 @@ def _choose_adam(name: str, given: dict[str, Any], path: str) -> Chosen:
         raise ConfigError(f"{path}.bias_correction is false; torch's Adam always corrects, remove the key")
     if given.pop("fp32_optimizer_states", None) is False:
         raise ConfigError(f"{path}.fp32_optimizer_states is false; moments have their master weights' dtype, remove the key")
-    notes = []
+    remarks = []
     if "set_grad_none" in given:
         del given["set_grad_none"]
-        notes.append(f"{path}.set_grad_none does nothing: gradients are freed after every step")
+        remarks.append(Remark("gradients are freed after every step", (f"{path}.set_grad_none",)))
     if given.get("foreach") and given.get("fused"):
         raise ConfigError(f"{path}.foreach and {path}.fused are both true; set one of them")
     decoupled = given.pop("decoupled_weight_decay", False) or name == "AdamW" or False not in modes.values()
     if not torch_adam:
         given.setdefault("weight_decay", 0.0)
-    return Chosen("AdamW" if decoupled else "Adam", _tuples(given), tuple(notes))
+    return Chosen("AdamW" if decoupled else "Adam", _tuples(given), tuple(remarks))
 
 
 def _tuples(arguments: dict[str, Any]) -> dict[str, Any]:
     return {key: tuple(value) if isinstance(value, list) else value for key, value in arguments.items()}
 
 
-def choose_schedule(recipe: Recipe, path: str = "scheduler") -> Chosen:
-    """The schedule class and arguments of ``recipe``: one of :data:`SCHEDULES` or of torch's own."""
+def choose_schedule(recipe: Recipe, path: str = "scheduler", later: frozenset[str] = frozenset()) -> Chosen:
+    """The schedule class and arguments of ``recipe``: one of :data:`SCHEDULES` or of torch's own. ``later``: keys that
+    somebody still fills in."""
     names = (*SCHEDULES, *TORCH_SCHEDULES)
     name = next((name for name in names if name.lower() == recipe.type.lower()), None)
     if name is None:
@@ -215,15 +218,15 @@ def choose_schedule(recipe: Recipe, path: str = "scheduler") -> Chosen:
         raise ConfigError(f"{path}.type {recipe.type!r} is no schedule that a file can describe{hint}")
     path = f"{path}.params"
     if name in SCHEDULES:
-        arguments = check_schedule(name, recipe.params, path)
+        arguments = check_schedule(name, recipe.params, path, later)
         return Chosen(name, arguments, _without_decay(arguments, path))
     signature = dict(inspect.signature(getattr(torch_schedules, name).__init__).parameters)
     for key in ("self", "optimizer", "verbose", "scale_fn"):
         signature.pop(key, None)
     arguments = check_keys(recipe.params, {key: _TORCH_KEYS.get(key, _Plain()) for key in signature}, path)
     needed = [key for key, value in signature.items() if value.default is inspect.Parameter.empty]
-    _check_required(name, needed, arguments, path)
-    if name == "OneCycleLR":
+    _check_required(name, needed, {*arguments, *later}, path)
+    if name == "OneCycleLR" and not later:
         _check_one_cycle(arguments, path)
     return Chosen(name, arguments)
 
@@ -241,19 +244,21 @@ def _check_one_cycle(arguments: Mapping[str, Any], path: str) -> None:
         )
 
 
-def _without_decay(arguments: Mapping[str, Any], path: str) -> tuple[str, ...]:
+def _without_decay(arguments: Mapping[str, Any], path: str) -> tuple[Remark, ...]:
     return tuple(
-        f"{path}.{key} does nothing while {path}.decay_step_size is 0"
+        Remark(f"{path}.decay_step_size is 0", (f"{path}.{key}",))
         for key in ("decay_lr_rate", "decay_mom_rate")
         if arguments.get(key) and not arguments.get("decay_step_size")
     )
 
 
-def check_schedule(name: str, params: Mapping[str, Any], path: str) -> dict[str, Any]:
+def check_schedule(
+    name: str, params: Mapping[str, Any], path: str, later: frozenset[str] = frozenset()
+) -> dict[str, Any]:
     """Checked arguments of the schedule ``name`` of :data:`SCHEDULES`, with what two keys must satisfy together."""
     arguments = check_keys(params, SCHEDULES[name], path)
-    _check_required(name, _REQUIRED.get(name, ()), arguments, path)
-    if "total_num_steps" in arguments:
+    _check_required(name, _REQUIRED.get(name, ()), {*arguments, *later}, path)
+    if "total_num_steps" in arguments and "warmup_num_steps" not in later:
         warmup, total = arguments.get("warmup_num_steps", 1000), arguments["total_num_steps"]
         if warmup >= total:
             raise ConfigError(
@@ -263,7 +268,7 @@ def check_schedule(name: str, params: Mapping[str, Any], path: str) -> dict[str,
     return arguments
 
 
-def _check_required(name: str, keys: Any, arguments: Mapping[str, Any], path: str) -> None:
+def _check_required(name: str, keys: Any, arguments: Container[str], path: str) -> None:
     missing = [f"{path}.{key}" for key in keys if key not in arguments]
     if missing:
         raise ConfigError(f"{name} needs {' and '.join(missing)}")

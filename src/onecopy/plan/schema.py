@@ -1,134 +1,105 @@
 """Every key a DeepSpeed JSON may hold here, with what is legal for it and what it does.
 
-A key is one of three: translated into the plan (see :mod:`onecopy.plan.config`); without effect, marked with a
-:class:`Note` that says why and is reported when the key is used; or for a feature that does not exist here, whose kind
-is :class:`Off` and admits only the values that leave the feature off. Anything else is not a key.
+A key is one of three: translated into the plan (see :mod:`onecopy.plan.config`), marked with :class:`Means`; without effect,
+marked with a :class:`Note` that says why and is reported when the key is used; or for a feature that does not exist here,
+whose kind is :class:`Off` and admits only the values that leave the feature off. Anything else is not a key.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, get_args
 
-from pydantic import BaseModel, ConfigDict, PlainValidator
+from pydantic.fields import FieldInfo
 
-from onecopy.plan.values import Choice, Flag, Kind, Number, Text, shown
+from onecopy.plan.keys import (
+    AlwaysOn,
+    Count,
+    Device,
+    Dtype,
+    MaybeSwitch,
+    Means,
+    Note,
+    Off,
+    OffSection,
+    Section,
+    Size,
+    Switch,
+    Word,
+    checked,
+)  # fmt: skip
+from onecopy.plan.tool_keys import Comet, CommsLogger, Compile, FlopsProfiler, Monitor, Timers, Tool, Wandb
+from onecopy.plan.values import Choice, Number, Text
 
 __all__ = [
-    "ALIASES", "AUTO_ALLOWED", "Aio", "Config", "Fp16", "Note", "OffloadOptimizer", "OffloadParam", "OptimizerSection",
-    "Section", "ZeroOptimization",
+    "ALIASES", "Aio", "Config", "Fp16", "Means", "Note", "Off", "OffSection", "OffloadOptimizer", "OffloadParam",
+    "OptimizerSection", "Section", "Tool", "ZeroOptimization", "fields_of", "mark_of", "section_of",
 ]  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Note:
-    """Mark of a key without effect: why that is so."""
-
-    why: str
-
-
-@dataclass(frozen=True)
-class Off:
-    """A feature that does not exist here: only the values that leave it off are legal."""
-
-    values: tuple[Any, ...]
-    feature: str
-
-    @property
-    def legal(self) -> str:
-        return " or ".join(shown(value) for value in self.values)
-
-    def check(self, value: Any) -> Any:
-        if any(type(value) is type(off) and value == off for off in self.values):
-            return value
-        raise ValueError(f"is not supported in this version: {self.feature}; legal: {self.legal}, or no such key")
-
-
-@dataclass(frozen=True)
-class OffSection:
-    """A whole section for a feature that does not exist here; legal while its ``switch`` is off."""
-
-    feature: str
-    switch: str = "enabled"
-    off: tuple[Any, ...] = (False,)
-
-    @property
-    def legal(self) -> str:
-        return f"null or a section with {self.switch} {shown(self.off[0])}"
-
-    def check(self, value: Any) -> Any:
-        if value is None or value == {}:
-            return value
-        said = value.get(self.switch) if isinstance(value, dict) else None
-        if any(type(said) is type(off) and said == off for off in self.off):
-            return value
-        raise ValueError(f"is not supported in this version: {self.feature}; legal: {self.legal}, or no such key")
-
-
-def checked(kind: Kind) -> PlainValidator:
-    """The mark that makes pydantic check a field with ``kind``."""
-    return PlainValidator(kind.check)
-
-
-Switch = Annotated[bool, checked(Flag())]
-MaybeSwitch = Annotated[bool | None, checked(Flag(optional=True))]
-Count = Annotated[int | None, checked(Number(low=1, whole=True, optional=True))]
-Size = Annotated[float | None, checked(Number(low=0, optional=True))]
-Word = Annotated[str | None, checked(Text(optional=True))]
-Dtype = Annotated[str | None, checked(Choice(("fp32", "fp16", "bf16"), optional=True))]
-Device = Annotated[str | None, checked(Choice(("none", "cpu", "nvme"), optional=True))]
-AlwaysOn = Annotated[bool, checked(Off((True,), "switching this off"))]
 
 _UNITS = "parameters are gathered and gradients reduced a unit at a time, so there are no buckets to size"
 _FLAT = "gradients are always reduced from one contiguous buffer per unit"
 _HELD = "only the units in the prefetch window are held gathered"
-_SAVE = "a save never needs the gathered weights, and full_state_dict() gathers them whenever it is asked"
 _SAME = "the arithmetic of the mean is fixed, so the factor would cancel out"
+_NOWHERE = "DeepSpeed reads no such section either; tensorboard, wandb, comet, csv_monitor and comms_logger stand alone"
 _SPEED = "it would change speed only, and there is nothing here that it applies to"
-
-
-class Section(BaseModel):
-    """A JSON object with known keys only."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
 
 class Fp16(Section):
     """Half precision with loss scaling."""
 
-    enabled: Switch = False
-    auto_cast: Switch = False
-    loss_scale: Annotated[float, checked(Number(low=0))] = 0
-    initial_scale_power: Annotated[int, checked(Number(low=0, high=126, whole=True))] = 16
-    loss_scale_window: Annotated[int, checked(Number(low=1, whole=True))] = 1000
-    hysteresis: Annotated[int, checked(Number(low=1, whole=True))] = 2
-    consecutive_hysteresis: Switch = False
-    min_loss_scale: Annotated[float, checked(Number(low=0, above=True))] = 1
+    enabled: Annotated[Switch, Means("parameters, buffers and gradients in float16, fp32 masters, loss scaling")] = False
+    auto_cast: Annotated[Switch, Means("floating-point inputs are cast to float16")] = False
+    loss_scale: Annotated[float, checked(Number(low=0)), Means("0: dynamic; above 0: that scale for ever")] = 0
+    initial_scale_power: Annotated[
+        int, checked(Number(low=0, high=126, whole=True)), Means("first dynamic scale, as a power of 2")
+    ] = 16
+    loss_scale_window: Annotated[
+        int, checked(Number(low=1, whole=True)), Means("steps without overflow after which the scale doubles")
+    ] = 1000
+    hysteresis: Annotated[
+        int,
+        checked(Number(low=1, whole=True)),
+        Means("overflows that halve the scale (the earlier ones only skip their step)"),
+    ] = 2
+    consecutive_hysteresis: Annotated[Switch, Means("whether a good step refills the hysteresis at once")] = False
+    min_loss_scale: Annotated[float, checked(Number(low=0, above=True)), Means("the scale's floor")] = 1
     fp16_master_weights_and_grads: Annotated[bool, checked(Off((False,), "master weights in float16"))] = False
+
+
+_PURE = "no fp32 masters; moments and accumulated gradients in bfloat16"
 
 
 class Bf16(Section):
     """bfloat16 compute."""
 
-    enabled: Switch = False
+    enabled: Annotated[Switch, Means("parameters, buffers and gradients in bfloat16, fp32 masters")] = False
     immediate_grad_update: Annotated[Switch, Note("gradients go where they accumulate during backward anyway")] = False
     check_grad_overflow: Annotated[Switch, Note("a step with a non-finite gradient is always skipped")] = True
-    bf16_master_weights_and_grads: Switch = False
-    bf16_optimizer_states: Switch = False
+    bf16_master_weights_and_grads: Annotated[Switch, Means(_PURE)] = False
+    bf16_optimizer_states: Annotated[Switch, Means(_PURE)] = False
 
 
 _PINNED = "host memory is always pinned where there is an accelerator to copy to"
 _AHEAD = "while a tile is stepped the next is always read and the one before is written"
 _STAGING = "reads and writes of a disk pass through at most onecopy.Scratch(staging=...) bytes, whatever a buffer's size"
+_LENT = (
+    "transfers always pass through page-aligned staging buffers that are kept, past the page cache, and what crosses to a "
+    "device then is pinned"
+)
 _THREADS = "threads read and write with one request each, past the page cache and without libaio"
+
+
+_STEPS = "onecopy.StepPolicy(when=...) steps on the host beside training"
+_FOLDER = "folder of the disk tier, for device nvme, the same in both sections; it has to exist when the engine is made"
 
 
 class OffloadOptimizer(Section):
     """Optimizer states off the device; see :mod:`onecopy.plan.offload_keys`."""
 
-    device: Device = "none"
-    nvme_path: Word = None
-    ratio: Annotated[float, checked(Number(0, 1))] = 1.0
+    device: Annotated[
+        Device, Means("where the optimizer's states rest and are stepped from, from stage 1 on")
+    ] = "none"
+    nvme_path: Annotated[Word, Means(_FOLDER)] = None
+    ratio: Annotated[float, checked(Number(0, 1)), Means("share of the elements that is offloaded, at every stage")] = 1.0
     pin_memory: Annotated[Switch, Note(_PINNED)] = False
     buffer_count: Annotated[Count, Note(_STAGING)] = None
     pipeline: Annotated[Switch, Note(_AHEAD)] = False
@@ -136,26 +107,36 @@ class OffloadOptimizer(Section):
     pipeline_write: Annotated[Switch, Note(_AHEAD)] = False
     fast_init: Annotated[Switch, Note("moments are made in the first step, so there is no start to make faster")] = False
     cpuadam_cores_perc: Annotated[float, checked(Number(0, 1)), Note("the step has OMP_NUM_THREADS threads")] = 0.8
-    super_offload: Annotated[bool, checked(Off((False,), "SuperOffload"))] = False
+    fast_readwrite: Annotated[Switch, Note(_LENT)] = False
+    super_offload: Annotated[bool, checked(Off((False,), "SuperOffload", _STEPS))] = False
 
 
 class OffloadParam(Section):
     """Parameters off the device; see :mod:`onecopy.plan.offload_keys`."""
 
-    device: Device = "none"
-    nvme_path: Word = None
+    device: Annotated[Device, Means("where the parameters rest, at stage 3")] = "none"
+    nvme_path: Annotated[Word, Means(_FOLDER)] = None
     pin_memory: Annotated[Switch, Note(_PINNED)] = False
     buffer_count: Annotated[Count, Note(_STAGING)] = None
     buffer_size: Annotated[Size, Note(_STAGING)] = None
     max_in_cpu: Annotated[Size, Note("parameters on disk are all there, and in memory while they are in use")] = None
+    fast_readwrite: Annotated[Switch, Note(_LENT)] = False
 
 
 class _ZeroUsed(Section):
     """Keys that say where states are kept."""
 
-    stage: Annotated[int, checked(Number(0, 3, whole=True))] = 0
-    stage3_prefetch_bucket_size: Size = None
-    mics_shard_size: Annotated[int, checked(Number(low=-1, whole=True))] = -1
+    stage: Annotated[
+        int,
+        checked(Number(0, 3, whole=True)),
+        Means("0: every rank keeps everything; 1: optimizer states are cut over ranks; 2: gradients too; 3: parameters too"),
+    ] = 0
+    stage3_prefetch_bucket_size: Annotated[
+        Size, Means("0: the next unit is not prefetched; any other size: one unit ahead, whatever its size")
+    ] = None
+    mics_shard_size: Annotated[
+        int, checked(Number(low=-1, whole=True)), Means("stage 3 inside groups of that many ranks; -1: no groups")
+    ] = -1
     offload_optimizer: OffloadOptimizer | None = None
     offload_param: OffloadParam | None = None
 
@@ -175,8 +156,11 @@ class _ZeroBuckets(Section):
     parameter_alignment: Annotated[Switch, Note("parameters of 16-byte sizes are always laid on 16-byte bounds")] = False
 
 
+_SAVE = "whether save_16bit_model of onecopy.deepspeed makes weights whole that are cut (stage 3); no plan depends on it"
+
+
 class _ZeroStage3(Section):
-    """Keys about how stage 3 gathers parameters, without effect."""
+    """Keys about how stage 3 gathers parameters, without effect on the plan."""
 
     stage3_param_persistence_threshold: Annotated[
         Size, Note("small parameters travel with their unit and cost no collective of their own")
@@ -184,11 +168,14 @@ class _ZeroStage3(Section):
     stage3_model_persistence_threshold: Annotated[Size, Note("no parameter is kept gathered between steps")] = None
     stage3_max_live_parameters: Annotated[Size, Note(_HELD)] = None
     stage3_max_reuse_distance: Annotated[Size, Note(_HELD)] = None
-    stage3_gather_16bit_weights_on_model_save: Annotated[Switch, Note(_SAVE)] = False
-    stage3_gather_fp16_weights_on_model_save: Annotated[Switch, Note(_SAVE)] = False
+    stage3_gather_16bit_weights_on_model_save: Annotated[Switch, Means(_SAVE)] = False
+    stage3_gather_fp16_weights_on_model_save: Annotated[Switch, Means(_SAVE)] = False
     stage3_module_granularity_threshold: Annotated[Size, Note(_UNITS)] = None
     stage3_use_all_reduce_for_fetch_params: Annotated[Switch, Note(_SPEED)] = False
     stage3_allgather_sequential: Annotated[Switch, Note(_SPEED)] = False
+
+
+_GROUPS = "mics_shard_size keeps gathers inside groups of ranks"
 
 
 class _ZeroAbsent(Section):
@@ -198,19 +185,19 @@ class _ZeroAbsent(Section):
     legacy_stage1: Annotated[bool, checked(Off((False,), "the legacy form of stage 1"))] = False
     save_muon_momentum_buffer_in_memory: Annotated[bool, checked(Off((False,), "Muon"))] = False
     mics_hierarchical_params_gather: Annotated[bool, checked(Off((False,), "hierarchical gathers"))] = False
-    zero_hpz_partition_size: Annotated[int, checked(Off((0, 1), "a secondary shard of the parameters (hpZ)"))] = 1
+    zero_hpz_partition_size: Annotated[int, checked(Off((0, 1), "a secondary shard of the parameters (hpZ)", _GROUPS))] = 1
     zero_quantized_weights: Annotated[bool, checked(Off((False,), "quantised gathers"))] = False
     zero_quantized_nontrainable_weights: Annotated[bool, checked(Off((False,), "quantised gathers"))] = False
     zero_quantized_gradients: Annotated[bool, checked(Off((False,), "quantised reductions"))] = False
     zeropp_loco_param: Annotated[Any, checked(Off((None,), "quantised reductions with error feedback"))] = None
-    zenflow: Annotated[Any, checked(Off((None,), "delayed optimizer steps (ZenFlow)"))] = None
+    zenflow: Annotated[Any, checked(Off((None,), "delayed optimizer steps by importance (ZenFlow)", _STEPS))] = None
 
 
 class _ZeroOld(Section):
     """Former names of the offload sections."""
 
-    cpu_offload: MaybeSwitch = None
-    cpu_offload_param: MaybeSwitch = None
+    cpu_offload: Annotated[MaybeSwitch, Means("old name of offload_optimizer with device cpu")] = None
+    cpu_offload_param: Annotated[MaybeSwitch, Means("old name of offload_param with device cpu")] = None
     cpu_offload_use_pin_memory: Annotated[MaybeSwitch, Note(_PINNED)] = None
 
 
@@ -231,35 +218,43 @@ class ZeroOptimization(_ZeroUsed, _ZeroBuckets, _ZeroStage3, _ZeroAbsent, _ZeroO
 class OptimizerSection(Section):
     """``params`` are checked against the chosen class by :mod:`onecopy.plan.recipe`."""
 
-    type: Annotated[str, checked(Text())]
-    params: dict[str, Any] | None = None
+    type: Annotated[str, checked(Text()), Means("torch optimizer that is built over the shards")]
+    params: Annotated[dict[str, Any] | None, Means("its arguments")] = None
     legacy_fusion: Annotated[Switch, Note(_SPEED)] = False
 
 
 class SchedulerSection(Section):
     """``params`` are checked like the optimizer's."""
 
-    type: Annotated[str, checked(Text())]
-    params: dict[str, Any] | None = None
+    type: Annotated[str, checked(Text()), Means("schedule of the learning rate; ticks once per optimizer step taken")]
+    params: Annotated[dict[str, Any] | None, Means("its arguments")] = None
+
+
+_CHECKPOINTS = "activations are the model's own: torch.utils.checkpoint in its blocks works at every stage"
+_ON_HOST = (
+    "what checkpoint of onecopy.deepspeed.checkpointing keeps waits in host memory; other activations: "
+    "torch.autograd.graph.save_on_cpu around a block"
+)
+_PARTITION = "activations are divided over tensor-parallel ranks, and model_parallel_size is 1"
 
 
 class ActivationCheckpointing(Section):
-    """DeepSpeed's own activation checkpointing; legal while everything is off."""
+    """How DeepSpeed's own checkpoint function keeps what it keeps; there is none here, and no number depends on it."""
 
-    partition_activations: Annotated[bool, checked(Off((False,), "partitioned activations"))] = False
-    cpu_checkpointing: Annotated[bool, checked(Off((False,), "offload of activations"))] = False
-    contiguous_memory_optimization: Annotated[bool, checked(Off((False,), "contiguous activations"))] = False
-    number_checkpoints: Annotated[Count, checked(Off((None,), "DeepSpeed's own checkpointing"))] = None
-    synchronize_checkpoint_boundary: Annotated[bool, checked(Off((False,), "DeepSpeed's own checkpointing"))] = False
-    profile: Annotated[bool, checked(Off((False,), "DeepSpeed's own checkpointing"))] = False
+    partition_activations: Annotated[Switch, Note(_PARTITION)] = False
+    cpu_checkpointing: Annotated[Switch, Means(_ON_HOST)] = False
+    contiguous_memory_optimization: Annotated[Switch, Note(_CHECKPOINTS)] = False
+    number_checkpoints: Annotated[Count, Note(_CHECKPOINTS)] = None
+    synchronize_checkpoint_boundary: Annotated[Switch, Note(_CHECKPOINTS)] = False
+    profile: Annotated[Switch, Note(_CHECKPOINTS)] = False
 
 
 class Aio(Section):
     """How disks are read and written; see :mod:`onecopy.plan.offload_keys`."""
 
-    block_size: Count = None
-    intra_op_parallelism: Count = None
-    thread_count: Count = None
+    block_size: Annotated[Count, Means("bytes of a request to the disk, a multiple of 4096")] = None
+    intra_op_parallelism: Annotated[Count, Means("requests to the disk under way at a time")] = None
+    thread_count: Annotated[Count, Means("old name of intra_op_parallelism")] = None
     queue_depth: Annotated[Count, Note(_THREADS)] = None
     single_submit: Annotated[Switch, Note(_THREADS)] = False
     overlap_events: Annotated[Switch, Note(_THREADS)] = True
@@ -269,7 +264,7 @@ class Aio(Section):
 class DataTypes(Section):
     """Dtypes beside fp16 and bf16."""
 
-    grad_accum_dtype: Dtype = None
+    grad_accum_dtype: Annotated[Dtype, Means("dtype in which micro-batches accumulate")] = None
     param_dtype: Annotated[Any, checked(Off((None,), "a parameter dtype beside fp16 and bf16"))] = None
     buffer_dtype: Annotated[Any, checked(Off((None,), "a buffer dtype of its own"))] = None
     keep_in_fp32_modules: Annotated[Any, checked(Off((None,), "modules left in float32"))] = None
@@ -293,17 +288,23 @@ class CheckpointSection(Section):
 class _Used(Section):
     """Keys that are translated into the plan."""
 
-    train_batch_size: Count = None
-    train_micro_batch_size_per_gpu: Count = None
-    gradient_accumulation_steps: Count = None
-    gradient_clipping: Annotated[float | None, checked(Number(low=0, optional=True))] = None
+    train_batch_size: Annotated[Count, Means("samples of an optimizer step on all ranks")] = None
+    train_micro_batch_size_per_gpu: Annotated[Count, Means("samples of one micro-batch on one rank")] = None
+    gradient_accumulation_steps: Annotated[Count, Means("micro-batches of an optimizer step")] = None
+    gradient_clipping: Annotated[
+        float | None, checked(Number(low=0, optional=True)), Means("largest global 2-norm of the gradients; 0: no clipping")
+    ] = None
     optimizer: OptimizerSection | None = None
     scheduler: SchedulerSection | None = None
     fp16: Fp16 | None = None
     bf16: Bf16 | None = None
     zero_optimization: ZeroOptimization | None = None
-    communication_data_type: Dtype = None
+    communication_data_type: Annotated[Dtype, Means("dtype in which gradients are reduced")] = None
     data_types: DataTypes | None = None
+
+
+_TENSOR = "tensor parallelism is not there yet"
+_RANKS = "every rank is data-parallel; zero_optimization.stage 3 cuts the parameters over all of them"
 
 
 class _Absent(Section):
@@ -313,25 +314,35 @@ class _Absent(Section):
     managed_gradient_accumulation: AlwaysOn = True
     sparse_gradients: Annotated[bool, checked(Off((False,), "sparse gradients"))] = False
     disable_allgather: Annotated[bool, checked(Off((False,), "a step without gathers"))] = False
-    model_parallel_size: Annotated[int, checked(Off((1,), "model parallelism"))] = 1
+    model_parallel_size: Annotated[int, checked(Off((1,), _TENSOR, _RANKS))] = 1
     sequence_parallel_size: Annotated[int, checked(Off((1,), "sequence parallelism"))] = 1
     data_parallel_size: Annotated[Any, checked(Off((None,), "a data-parallel size beside the world size"))] = None
     use_data_before_expert_parallelism: Annotated[bool, checked(Off((False,), "expert parallelism"))] = False
     sparse_attention: Annotated[Any, checked(Off((None,), "sparse attention"))] = None
-
-
-class _AbsentTools(Section):
-    """Sections of monitors, profilers and services that do not exist here."""
-
-    comms_logger: Annotated[Any, checked(OffSection("logs of collectives; engine.measured() counts them"))] = None
-    flops_profiler: Annotated[Any, checked(OffSection("the flops profiler"))] = None
-    tensorboard: Annotated[Any, checked(OffSection("TensorBoard logs"))] = None
-    wandb: Annotated[Any, checked(OffSection("wandb logs"))] = None
-    comet: Annotated[Any, checked(OffSection("comet logs"))] = None
-    csv_monitor: Annotated[Any, checked(OffSection("CSV logs"))] = None
     elasticity: Annotated[Any, checked(OffSection("elastic training"))] = None
-    autotuning: Annotated[Any, checked(OffSection("autotuning"))] = None
     nebula: Annotated[Any, checked(OffSection("Nebula checkpoints"))] = None
+
+
+class _Tools(Section):
+    """Tools around training."""
+
+    comms_logger: CommsLogger | None = None
+    flops_profiler: FlopsProfiler | None = None
+    tensorboard: Monitor | None = None
+    wandb: Wandb | None = None
+    comet: Comet | None = None
+    csv_monitor: Monitor | None = None
+    timers: Timers | None = None
+    compile: Compile | None = None
+    autotuning: Annotated[Any, Note("onecopy plan --search finds the settings before a run")] = None
+    graph_harvesting: Annotated[Switch, Note(_SPEED)] = False
+    datastates_ckpt: Annotated[Any, Note("a checkpoint is plain tensors and JSON; every rank writes its own shard")] = None
+    monitor_config: Annotated[Any, Note(_NOWHERE)] = None
+    comms_config: Annotated[Any, Note(_NOWHERE)] = None
+
+
+_AUTOCAST = "call the engine inside torch.autocast, or set bf16"
+_HYBRID = "the model's own generate works on the engine"
 
 
 class _AbsentTraining(Section):
@@ -339,13 +350,12 @@ class _AbsentTraining(Section):
 
     quantize_training: Annotated[Any, checked(OffSection("quantised training"))] = None
     compression_training: Annotated[Any, checked(OffSection("compression"))] = None
-    tensor_parallel: Annotated[Any, checked(OffSection("tensor parallelism", "autotp_size", (0, 1)))] = None
+    tensor_parallel: Annotated[Any, checked(OffSection(_TENSOR, "autotp_size", (0, 1), _RANKS))] = None
     expert_parallel: Annotated[Any, checked(OffSection("expert parallelism"))] = None
     pipeline: Annotated[Any, checked(OffSection("pipeline parallelism"))] = None
-    compile: Annotated[Any, checked(OffSection("DeepCompile; torch.compile works", "deepcompile"))] = None
-    torch_autocast: Annotated[Any, checked(OffSection("autocast; set fp16 or bf16"))] = None
+    torch_autocast: Annotated[Any, checked(OffSection("autocast", instead=_AUTOCAST))] = None
     amp: Annotated[Any, checked(OffSection("apex amp; set fp16 or bf16"))] = None
-    hybrid_engine: Annotated[Any, checked(OffSection("the hybrid engine"))] = None
+    hybrid_engine: Annotated[Any, checked(OffSection("the hybrid engine", instead=_HYBRID))] = None
     data_efficiency: Annotated[Any, checked(OffSection("data efficiency"))] = None
     curriculum_learning: Annotated[Any, checked(OffSection("curriculum learning"))] = None
     progressive_layer_drop: Annotated[Any, checked(OffSection("progressive layer drop"))] = None
@@ -373,10 +383,9 @@ class _Idle(Section):
     disable_python_gc: Annotated[Switch, Note(_SPEED)] = False
     vocabulary_size: Annotated[Count, Note(_SPEED)] = None
     seq_parallel_communication_data_type: Annotated[Dtype, Note("sequences are not split")] = None
-    timers: Annotated[Any, Note("engine.measured() is always kept")] = None
 
 
-class Config(_Used, _Idle, _Absent, _AbsentTools, _AbsentTraining):
+class Config(_Used, _Idle, _Absent, _Tools, _AbsentTraining):
     """The whole file; its own fields are the remaining keys without effect."""
 
     prescale_gradients: Annotated[Switch, Note(_SAME)] = False
@@ -384,9 +393,7 @@ class Config(_Used, _Idle, _Absent, _AbsentTools, _AbsentTraining):
     zero_allow_untested_optimizer: Annotated[Switch, Note("every optimizer that works element by element is fine")] = False
     zero_force_ds_cpu_optimizer: Annotated[Switch, Note("no optimizer is replaced behind the caller's back")] = True
     dataloader_drop_last: Annotated[Switch, Note("only the dataloader of onecopy.deepspeed.initialize obeys it")] = False
-    activation_checkpointing: Annotated[
-        ActivationCheckpointing | None, Note("use torch.utils.checkpoint in the model; it works at every stage")
-    ] = None
+    activation_checkpointing: ActivationCheckpointing | None = None
     aio: Aio | None = None
     checkpoint: CheckpointSection | None = None
 
@@ -399,19 +406,27 @@ ALIASES: dict[str, dict[str, str]] = {
         **{name.removeprefix("stage3_"): name for name in ZeroOptimization.model_fields if name.startswith("stage3_")},
     },
 }
-# Keys that may stay "auto": sizes nothing depends on, and batch numbers that follow from the others.
-AUTO_ALLOWED = frozenset(
-    {
-        "train_batch_size",
-        "train_micro_batch_size_per_gpu",
-        "gradient_accumulation_steps",
-        "zero_optimization.reduce_bucket_size",
-        "zero_optimization.allgather_bucket_size",
-        "zero_optimization.sub_group_size",
-        "zero_optimization.stage3_prefetch_bucket_size",
-        "zero_optimization.stage3_param_persistence_threshold",
-        "zero_optimization.stage3_model_persistence_threshold",
-        "zero_optimization.stage3_max_live_parameters",
-        "zero_optimization.stage3_max_reuse_distance",
-    }
-)
+
+
+def fields_of(path: str) -> dict[str, FieldInfo]:
+    """The keys of the section at the dotted ``path`` ("" is the top level); none for what is no section."""
+    model: type[Section] | None = Config
+    for part in path.split(".") if path else ():
+        model = section_of(model, part)
+    return dict(model.model_fields) if model is not None else {}
+
+
+def section_of(model: type[Section] | None, name: str) -> type[Section] | None:
+    """The class of section ``name`` of ``model``; None when it is no section with keys of its own."""
+    info = model.model_fields.get(name) if model is not None else None
+    if info is None:
+        return None
+    for option in (info.annotation, *get_args(info.annotation)):
+        if isinstance(option, type) and issubclass(option, Section):
+            return option
+    return None
+
+
+def mark_of(info: FieldInfo, kind: type[Any]) -> Any:
+    """The mark of that kind on a key, or None."""
+    return next((mark for mark in info.metadata if isinstance(mark, kind)), None)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +13,12 @@ from rich.console import Console
 from onecopy.cluster import Cluster, gpu, here, quantity
 from onecopy.errors import ConfigError
 from onecopy.place import Place
-from onecopy.plan.config import load_config
+from onecopy.plan.auto import auto_keys, batch_auto, check_dtype, precision_auto
+from onecopy.plan.batch import ACCUMULATION, MICRO
+from onecopy.plan.config import load_config, read_config
 from onecopy.plan.plan import Plan
 from onecopy.plan.presets import DTYPES, stage
+from onecopy.plan.reading import override
 from onecopy.planner.activations import ATTENTION
 from onecopy.planner.estimate import Work
 from onecopy.planner.html import Variant, page, write_page
@@ -27,6 +30,7 @@ from onecopy.planner.simulate import simulate
 from onecopy.planner.sources import activations_of, load_subject
 from onecopy.planner.subject import Built, Subject, facts, facts_from_numbers
 from onecopy.planner.write import as_config, write_config
+from onecopy.templates import resolve
 
 __all__ = ["Asked", "Machine", "Method", "Wanted", "run_plan"]
 
@@ -93,23 +97,43 @@ class Method:
     seq: int | None = None
     recompute: bool = False
     attention: str = "flash"
+    changes: Mapping[str, Any] = field(default_factory=dict)
 
     def plan(self, cluster: Cluster) -> Plan:
         """The plan meant. Raises :class:`ConfigError` when a file and an option say the same thing."""
         self._check()
         if self.config is not None:
-            decided = {f"--{name}": getattr(self, name) for name in ("stage", "dtype", "accumulation")}
-            decided |= {option: value for option, (value, _) in self.place.decided_by_file().items()}
-            for option, value in decided.items():
-                if value is not None:
-                    raise ConfigError(f"{option} {value} beside --config {self.config}: the file decides; drop one")
-            plan = load_config(self.config, world_size=cluster.ranks)
-            if self.batch_size is not None and (micro := plan.batch.micro) is not None:
+            self._refuse(self.place.decided_by_file() | {"--stage": (self.stage, "")})
+            raw = override(read_config(resolve(self.config)), self.changes)
+            left = auto_keys(raw)
+            dtype = None if {"fp16.enabled", "bf16.enabled"} & left else self.dtype
+            accumulation = None if ACCUMULATION in left else self.accumulation
+            self._refuse({"--dtype": (dtype, ""), "--accumulation": (accumulation, "")})
+            plan = load_config(raw, world_size=cluster.ranks, auto=self._auto(raw))
+            micro = plan.batch.micro if raw.get(MICRO) != "auto" else None
+            if self.batch_size is not None and micro is not None:
                 raise ConfigError(f"--batch-size {self.batch_size} beside --config {self.config}: the file says {micro}")
+            check_dtype(self.dtype, plan, self.config, left)
             return self.place.apply(plan)
+        if self.changes:
+            raise ConfigError(f"--set {next(iter(self.changes))} without --config: there is no file to change")
         plan = stage(2 if self.stage is None else self.stage, dtype=self.dtype or "bf16", accumulation=self.accumulation or 1)
         disk = "disk" in (self.place.optimizer, self.place.parameters)
         return replace(self.place, scratch=SCRATCH if disk else None).apply(plan)
+
+    def _refuse(self, decided: Mapping[str, tuple[Any, str]]) -> None:
+        """Options beside a file that decides them."""
+        for option, (value, _) in decided.items():
+            if value is not None:
+                raise ConfigError(f"{option} {value} beside --config {self.config}: the file decides; drop one")
+
+    def _auto(self, raw: Mapping[str, Any]) -> dict[str, Any]:
+        """What keys that say "auto" are taken to be. Rates and lengths of schedules cost nothing, so any will do."""
+        rates = {"optimizer.params.lr": 1e-4, "optimizer.params.betas": (0.9, 0.999), "optimizer.params.eps": 1e-8}
+        rates |= {"optimizer.params.weight_decay": 0.0, "gradient_clipping": 1.0}
+        ticks = {"scheduler.params.total_num_steps": 1000, "scheduler.params.warmup_num_steps": 100}
+        sizes = batch_auto(raw, self.batch_size, self.accumulation, 1)
+        return {**rates, **ticks, **sizes, **precision_auto(self.dtype or "bf16")}
 
     def _check(self) -> None:
         for name, value, legal in (
@@ -204,8 +228,8 @@ def run_plan(asked: Asked, console: Console) -> dict[str, Any]:
         **plan_report(facts(subject, plan, cluster.ranks), plan, cluster, work, activations, subject.shape),
     }
     largest = max(sum(param.numel for param in unit.params) for unit in subject.units(plan))
-    report["others"] = list(beside(Choice.of(plan, work), subject.parameters, largest, cluster))
-    report["assumptions"] = [*said, *_assumed(asked), *report["assumptions"]]
+    report["others"] = list(beside(Choice.of(plan, work), subject.parameters, largest, cluster, report["per_rank"]["device"]))
+    report["assumptions"] = [*said, *_assumed(asked), *plan.notes, *report["assumptions"]]
     if chosen:
         report["chosen"] = chosen
     if not report["fits"] and (change := cheapest_change(question, Choice.of(plan, work))) is not None:

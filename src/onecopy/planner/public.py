@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
@@ -11,11 +12,22 @@ from onecopy.cluster import Cluster, here
 from onecopy.plan.plan import Plan
 from onecopy.plan.presets import stage
 from onecopy.planner.estimate import Work
-from onecopy.planner.search import Question, fastest
+from onecopy.planner.search import Found, Question, fastest
 from onecopy.planner.sources import activations_of, guess_inputs
 from onecopy.planner.subject import Subject, facts_from_model
 
-__all__ = ["search"]
+__all__ = ["Answer", "choose_plan", "search"]
+
+Inputs = Callable[[int, int], Mapping[str, Any] | tuple[Any, ...]]
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a search found: the settings with their costs, a line on each of why, and the plan."""
+
+    found: Found
+    why: list[str]
+    plan: Plan
 
 
 def search(
@@ -26,7 +38,7 @@ def search(
     seq: int = 2048,
     batch: int | None = None,
     accumulation: int = 1,
-    inputs: Callable[[int, int], Mapping[str, Any] | tuple[Any, ...]] | None = None,
+    inputs: Inputs | None = None,
 ) -> Plan:
     """The plan that is estimated to train ``model`` fastest on ``cluster`` (default: this machine) among those that fit.
 
@@ -36,6 +48,20 @@ def search(
     what it is stands in ``plan.notes``, also whether it counts on the model's activation checkpointing. Raises
     :class:`~onecopy.errors.PlanError` when nothing fits.
     """
+    return choose_plan(model, cluster, dtype=dtype, seq=seq, batch=batch, accumulation=accumulation, inputs=inputs).plan
+
+
+def choose_plan(
+    model: nn.Module | Subject,
+    cluster: Cluster | None = None,
+    *,
+    dtype: str | None = "bf16",
+    seq: int = 2048,
+    batch: int | None = None,
+    accumulation: int = 1,
+    inputs: Inputs | None = None,
+) -> Answer:
+    """:func:`search` that also says what the plan costs."""
     subject: Subject = model  # type: ignore[assignment]
     if isinstance(model, nn.Module):
         subject = facts_from_model(model, inputs=inputs or guess_inputs(model))
@@ -44,4 +70,4 @@ def search(
     activations, said = activations_of(subject, base, work)
     question = Question(subject, cluster if cluster is not None else here(), base, work, activations)
     found, why = fastest(question, batch)
-    return found.choice.plan(base).with_(notes=(found.headline, *why, *said))
+    return Answer(found, why, found.choice.plan(base).with_(notes=(found.headline, *why, *said)))

@@ -58,6 +58,13 @@ def check_needs(schedule: Schedule, piece: int) -> None:
             f"the plan needs {total:,} bytes of {tier} memory on this rank and the cap is {cap:,}; largest: {largest}. "
             f"{_ADVICE[tier]}, or raise the cap"
         )
+    if plan.step.when != "boundary":
+        alone = [buffer.unit for buffer in schedule.buffers if buffer.trainable and buffer.master is None]
+        if alone:
+            problems.append(
+                f"step when is {plan.step.when!r}, and unit {alone[0]!r} has no master weights beside its parameters, which "
+                "would change while they are in use: train in bf16, leave parameters on 'device', or use when='boundary'"
+            )
     for buffer in schedule.buffers:
         other = {own or buffer.weight for _, own in schedule.facts.moments_of(buffer)} - {"float32"}
         if buffer.trainable and buffer.row.moment.codec is not None and other:
@@ -129,8 +136,8 @@ def peaks(schedule: Schedule, piece: int = 0, saved: Saved | None = None) -> dic
 
 
 def sends(schedule: Schedule) -> list[Op]:
-    """The collectives of one optimizer step in the order in which a rank starts them."""
-    walk = Walk(schedule, {}, Saved())
+    """The collectives of one optimizer step in the order in which a rank starts them, where it steps at the boundary."""
+    walk = Walk(schedule, resident(schedule, 0), Saved())
     walk.step()
     return walk.sends
 

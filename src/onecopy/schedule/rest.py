@@ -35,7 +35,8 @@ def resident(schedule: Schedule, piece: int) -> dict[Tier, Bytes]:
         if not buffer.trainable:
             continue
         gradient = buffer.elements(row.gradient.rest) * itemsize(gradient_codec(schedule, buffer))
-        tiers[row.gradient.rest.tier]["gradient"] += gradient
+        # A step that is delayed keeps the gradients of its window through the next.
+        tiers[row.gradient.rest.tier]["gradient"] += gradient * (2 if buffer.step.when == "delayed" else 1)
         if buffer.master is not None:
             tiers[row.optimizer.tier]["master"] += _held(buffer, row.optimizer.tier, buffer.master, None)
         tiers[row.moment.tier]["moments"] += moments(schedule, buffer, piece)

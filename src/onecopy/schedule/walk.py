@@ -102,6 +102,9 @@ class Walk:
                 self._count(kind, 0 if kind == "gradient" else size, tier)
         self._count("exchange buffer", schedule.facts.exchange)
         self._count("staging", scratch_bytes(schedule), "host")
+        if schedule.plan.step.when == "delayed":
+            self._count("gradient", at_rest["host"]["gradient"] // 2, "host")
+            self._count("workspace", self._beside(), "host")
         self._units = [unit.name for unit in schedule.facts.units]
         self._spans = [unit.name for unit in schedule.facts.units if unit.spans]
         self._gathered: set[str] = set()
@@ -141,11 +144,20 @@ class Walk:
             self._pass(self._units, "pre_forward", "post_forward")
             self._event = "boundary" if batch == micro - 1 else "grads_ready"
             self._backward(self._event)
+        if self._schedule.plan.step.when != "boundary":
+            if self._schedule.plan.step.when == "backward":
+                self._count("workspace", self._beside(), "host")
+            return
         self.sends += self._schedule.vote
         for unit in self._units:
             self._now = f"the step of {unit}"
             self._step_unit([buffer for buffer in self._schedule.of(unit) if buffer.trainable])
             self._sends(unit, "step", "spread")
+
+    def _beside(self) -> int:
+        """A tile's gradients as they are stepped: what a step on a thread works with, until it is joined."""
+        grids = [(buffer.grid(), buffer.weight) for buffer in self._schedule.buffers if buffer.trainable]
+        return max((min(grid.tile, grid.numel) * itemsize(weight) for grid, weight in grids), default=0)
 
     # Parameters
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import sys
+import threading
 from collections import defaultdict
 from collections.abc import Callable
 
@@ -67,6 +68,7 @@ class Memory:
         self.peak: dict[str, int] = defaultdict(int)
         self.total = 0
         self.peak_total = 0
+        self._lock = threading.Lock()
 
     def count(self, kind: str, size: int) -> None:
         """``size`` bytes of ``kind`` come to life (negative: go). Raises :class:`MemoryCapError` above the cap, with
@@ -76,11 +78,12 @@ class Memory:
                 f"{kind} needs {size:,} bytes of {self.tier} memory beside the {self.total:,} in use, and the cap is "
                 f"{self.cap:,}; raise the cap of the {self.tier}, or move more to the next tier (see docs/offload.md)"
             )
-        self.live[kind] += size
-        self.total += size
-        if size > 0:
-            self.peak[kind] = max(self.peak[kind], self.live[kind])
-            self.peak_total = max(self.peak_total, self.total)
+        with self._lock:  # a step may run on a thread
+            self.live[kind] += size
+            self.total += size
+            if size > 0:
+                self.peak[kind] = max(self.peak[kind], self.live[kind])
+                self.peak_total = max(self.peak_total, self.total)
 
     def alloc(self, kind: str, elements: int, dtype: torch.dtype) -> torch.Tensor:
         """An uninitialised flat tensor on the account of ``kind``."""

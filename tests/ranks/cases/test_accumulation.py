@@ -231,7 +231,7 @@ def test_stages_agree_with_each_other_and_with_one_process(optimizer: Any, world
     """Eight layers, a tied pair, accumulation 2, clip 1.0, 20 steps: every stage within 1e-6 of torch (row 35)."""
     options = {"accumulation": 2, "clip": 1.0, "steps": 20, "optimizer": optimizer}
     only = "" if world == 2 else "stage 0,stage 1,2,3"
-    runs = run_ranks(beside_twin, world, EightLayers, mlp_feed, timeout=120, only=only, **options)
+    runs = run_ranks(beside_twin, world, EightLayers, mlp_feed, only=only, **options)
     assert all(max(run.values()) <= 1e-6 for run in runs), runs
 
 
@@ -240,7 +240,7 @@ def test_offload_agrees_with_one_process(optimizer: Any, only: str, places: int,
     """The same run with the states on the host and on disk at every stage, by plan and by JSON (row 35)."""
     options = {"accumulation": 2, "clip": 1.0, "steps": 20, "optimizer": optimizer, "only": only}
     through = partial(offloaded, folder=str(tmp_path))
-    for run in run_ranks(beside_twin, 2, EightLayers, mlp_feed, timeout=120, through=through, **options):
+    for run in run_ranks(beside_twin, 2, EightLayers, mlp_feed, through=through, **options):
         assert len(run) == places and max(run.values()) <= 1e-6, run
     assert not list(tmp_path.iterdir())
 

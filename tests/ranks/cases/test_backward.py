@@ -348,4 +348,4 @@ ORDERS = ["block, then shard", "model, then shard", "shard, then block", "shard,
 @pytest.mark.parametrize(("order", "frozen"), [*((order, False) for order in ORDERS), (ORDERS[0], True), (ORDERS[3], True)])
 def test_compiled_before_or_after_sharding(order: str, frozen: bool) -> None:
     """torch.compile in either order trains as eager does, and names in the state dict stay bare (row 27)."""
-    run_ranks(compiled, 2, order, frozen, timeout=120)
+    run_ranks(compiled, 2, order, frozen)

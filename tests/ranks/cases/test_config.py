@@ -364,7 +364,7 @@ def save_nowhere(rank: int, world: int, folder: str, bad: int) -> str:
 @pytest.mark.parametrize("bad", [0, 1])
 def test_an_empty_folder_name_on_one_rank_is_an_error_on_all(tmp_path: Path, bad: int) -> None:
     """One rank saves to "": every rank gets the error and none is left waiting (row 04)."""
-    said = run_ranks(save_nowhere, 2, str(tmp_path / "here"), bad, timeout=40)
+    said = run_ranks(save_nowhere, 2, str(tmp_path / "here"), bad)
     assert said[0] == said[1]
     assert "directory" in said[0] or "folder" in said[0] or "''" in said[0], said[0]
 

@@ -99,7 +99,7 @@ def drop_each(rank: int, world: int, accumulation: int) -> dict[str, float]:
 
 @pytest.mark.parametrize(("world", "accumulation"), [(1, 1), (2, 1), (2, 2)])
 def test_dropped_gradients_are_those_of_one_process(world: int, accumulation: int) -> None:
-    for run in run_ranks(drop_all, world, accumulation, timeout=100):
+    for run in run_ranks(drop_all, world, accumulation):
         wrong = {name: gap for name, gap in run.items() if not gap <= 1e-6}
         assert not wrong, wrong
 

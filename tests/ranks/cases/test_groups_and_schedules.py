@@ -102,7 +102,7 @@ def grouped(rank: int, world: int, folder: str, options: list[dict[str, Any]], b
 
 def test_groups_keep_their_options_where_states_are_offloaded(tmp_path: Path) -> None:
     """The same with the states on the host and on disk, by plan and by JSON (row 38)."""
-    run_ranks(grouped, 2, str(tmp_path), OPTIONS, WithStillBias, partial(offloaded, folder=str(tmp_path)), timeout=120)
+    run_ranks(grouped, 2, str(tmp_path), OPTIONS, WithStillBias, partial(offloaded, folder=str(tmp_path)))
 
 
 MORE = [{**OPTIONS[0], "eps": 1e-6}, *OPTIONS]

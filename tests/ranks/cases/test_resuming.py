@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import DistributedSampler
 
@@ -102,7 +101,7 @@ def test_every_stage_and_precision_resumes_every_other(tmp_path: Path, world: in
     of plain torch, which never stopped, in every cell; so are two more steps. Adds stage and precision changed at once,
     and hybrid sharding; offload is in ``../test_offload.py``. (row 53)"""
     run_ranks(save_matrix, world, str(tmp_path), kinds)
-    for cells, wrong in run_ranks(load_matrix, world, str(tmp_path), kinds, truth_of(world, 4), timeout=120):
+    for cells, wrong in run_ranks(load_matrix, world, str(tmp_path), kinds, truth_of(world, 4)):
         assert cells == (len(kinds) * len(everywhere(world))) ** 2
         assert not wrong, f"{len(wrong)} of {cells}: {wrong[:5]}"
 
@@ -141,7 +140,7 @@ def json_matrix(rank: int, world: int, folder: str, truth: list[dict[str, Tensor
 def test_every_json_resumes_every_other(tmp_path: Path) -> None:
     """The same with ``save_checkpoint`` and ``load_checkpoint``: 8 x 8 cells of configurations in fp32 and
     fp16. (row 53)"""
-    assert run_ranks(json_matrix, 2, str(tmp_path), truth_of(2, 3), timeout=120) == [[], []]
+    assert run_ranks(json_matrix, 2, str(tmp_path), truth_of(2, 3)) == [[], []]
 
 
 # ------------------------------------------------------------------------------------- row 54: resuming is going on
@@ -190,16 +189,12 @@ class Loop:
             lines.append((engine.lr(), engine.loss_scale, engine.skipped_steps, engine.global_steps, losses, digest))
         return lines
 
-    def state(self) -> dict[str, Any]:
-        """What a user keeps of the loop: the position, and every rank's random state, as plain numbers."""
-        states: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(states, torch.get_rng_state().tolist())
-        return {"epoch": self.place.epoch, "position": self.place.position, "random": states}
+    def state_dict(self) -> dict[str, Any]:
+        """What a data loader keeps: the position."""
+        return {"epoch": self.place.epoch, "position": self.place.position}
 
-    def restore(self, state: dict[str, Any], random: bool = True) -> None:
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         self.place = Place(state["epoch"], state["position"])
-        if random:
-            torch.set_rng_state(torch.tensor(state["random"][dist.get_rank()], dtype=torch.uint8))
 
 
 MOVING = LossScale(initial=2.0**19, window=2)
@@ -241,7 +236,7 @@ def ten_straight(rank: int, world: int, folder: str) -> dict[str, Any]:
     for name, make in loops(rank, world, 0).items():
         loop = make()
         first = loop.run(5)
-        loop.engine.save(f"{folder}/{name}", client_state=loop.state())
+        loop.engine.save(f"{folder}/{name}", data=loop)
         out[name] = first, loop.run(5), everything(loop.engine, STATES)
         loop.engine.close()
     return out
@@ -251,7 +246,7 @@ def five_more(rank: int, world: int, folder: str, random: bool) -> dict[str, Any
     out = {}
     for name, make in loops(rank, world, 50).items():
         loop = make()
-        loop.restore(loop.engine.load(f"{folder}/{name}"), random)
+        loop.engine.load(f"{folder}/{name}", data=loop, random_states=random)
         out[name] = loop.run(5), everything(loop.engine, STATES)
         loop.engine.close()
     return out
@@ -266,10 +261,10 @@ def fresh_processes() -> None:
 def test_ten_steps_are_five_and_five_in_new_processes(tmp_path: Path, world: int) -> None:
     """Dropout, shuffled data stopped within an epoch, a cosine, a loss scale that moves: rates, scales, skipped
     steps, losses, random states, weights and moments of steps 6 to 10 are bit-equal after a restart. Adds new processes,
-    dropout and data to what holds for engines; the position and the random states go through ``client_state``. (row 54)"""
-    straight = run_ranks(ten_straight, world, str(tmp_path), timeout=120)
+    dropout and data to what holds for engines; the position goes through ``data=``. (row 54)"""
+    straight = run_ranks(ten_straight, world, str(tmp_path))
     fresh_processes()
-    again = run_ranks(five_more, world, str(tmp_path), True, timeout=120)
+    again = run_ranks(five_more, world, str(tmp_path), True)
     for rank, (expected, found) in enumerate(zip(straight, again, strict=True)):
         for name, (first, lines, states) in expected.items():
             assert found[name][0] == lines, f"rank {rank}, {name}"
@@ -278,7 +273,7 @@ def test_ten_steps_are_five_and_five_in_new_processes(tmp_path: Path, world: int
             assert len(set(scales)) > 1 or name.startswith("fp32"), "the scale never moved"
             assert lines[-1][2] > 0 or name.startswith("fp32"), "no step was skipped"
     if world == 2:
-        blind = run_ranks(five_more, world, str(tmp_path), False, timeout=120)
+        blind = run_ranks(five_more, world, str(tmp_path), False)
         assert blind[0]["fp32 stage 2"][0] != straight[0]["fp32 stage 2"][1], "dropout makes no difference here"
 
 
@@ -433,5 +428,5 @@ def test_moments_of_odd_sizes_come_back_on_any_number_of_ranks(tmp_path: Path) -
     tags = [tag for tag in tags if tag in ("2-stage-0", "2-stage-2", "2-json-3", "3-stage-3-one-unit", "3-stage-3")]
     assert len(tags) == 5
     for world in (1, 2, 3, 4):
-        for wrong in run_ranks(load_counted, world, str(tmp_path), tags, after, timeout=120):
+        for wrong in run_ranks(load_counted, world, str(tmp_path), tags, after):
             assert not wrong, f"{len(wrong)}: {wrong[:4]}"

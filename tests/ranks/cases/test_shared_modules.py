@@ -142,7 +142,7 @@ ROUTES = [
 @pytest.mark.parametrize(("build", "feed", "world", "options"), ROUTES, ids=lambda part: getattr(part, "__name__", str(part)))
 def test_a_module_that_only_some_ranks_use(build: Any, feed: Any, world: int, options: dict[str, Any]) -> None:
     """Experts without tokens, an encoder one rank skips: no hang, and a rank that did not use it counts zero (row 14)."""
-    run_ranks(beside_twin, world, build, feed, optimizer=adamw, timeout=45, tolerance=2e-6, **options)
+    run_ranks(beside_twin, world, build, feed, optimizer=adamw, tolerance=2e-6, **options)
 
 
 def right_or_refused(rank: int, world: int, which: str, build: Any, feed: Any, wire: bool) -> str:
@@ -170,7 +170,7 @@ PLACES = [("stage 3", False), ("held", False), ("unit", False), ("json 3", False
 def test_a_sharded_module_that_only_some_ranks_use(build: Any, feed: Any, world: int, which: str, wire: bool) -> None:
     """With sharded parameters too: the right weights, or an error that names module and ranks, but no hang (row 14)."""
     module = "image" if build is OptionalEncoder else "experts"
-    for said in run_ranks(right_or_refused, world, which, build, feed, wire, timeout=25, init_group=False):
+    for said in run_ranks(right_or_refused, world, which, build, feed, wire, init_group=False):
         assert said == "right" or (module in said and "rank" in said), said
 
 
@@ -194,7 +194,7 @@ def expert_gradients(rank: int, world: int) -> None:
 def test_the_gradient_of_an_expert_is_the_sum_over_ranks_by_their_number() -> None:
     """Rank 0 routes to experts 0 and 1, rank 1 to 2 and 3: each gradient is (sum over ranks) / world (row 14)."""
     for world in (2, 4):
-        run_ranks(expert_gradients, world, timeout=30)
+        run_ranks(expert_gradients, world)
 
 
 # --------------------------------------------------------------------------------------------------------- applied twice

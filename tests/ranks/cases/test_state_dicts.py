@@ -415,7 +415,7 @@ def adam_params(model: nn.Module) -> Any:
 def test_wrappers_leave_no_trace_in_names(tmp_path: Path, kind: str) -> None:
     """A model that is compiled, checkpointed or wrapped by DataParallel, in any nesting: state dict and checkpoint
     have the bare model's names and load into it, and the other way round. (row 60)"""
-    for wrong in run_ranks(wrapped_run, 2, str(tmp_path), kind, timeout=120):
+    for wrong in run_ranks(wrapped_run, 2, str(tmp_path), kind):
         assert not wrong, wrong
 
 

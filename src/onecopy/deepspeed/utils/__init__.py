@@ -2,23 +2,38 @@
 
 from __future__ import annotations
 
-import logging
-
 from torch import Tensor, nn
+from torch.distributed import is_initialized
 
 import onecopy
+from onecopy.deepspeed.utils import groups, logging
+from onecopy.deepspeed.utils.logging import log_dist, logger
+from onecopy.deepspeed.utils.z3_leaf_module import (
+    get_z3_leaf_modules,
+    set_z3_leaf_module,
+    set_z3_leaf_modules,
+    unset_z3_leaf_modules,
+    z3_leaf_module,
+)
 
 __all__ = [
+    "get_z3_leaf_modules",
+    "groups",
+    "is_initialized",
+    "log_dist",
     "logger",
+    "logging",
     "safe_get_full_fp32_param",
     "safe_get_full_grad",
     "safe_get_full_optimizer_state",
     "safe_set_full_fp32_param",
     "safe_set_full_grad",
     "safe_set_full_optimizer_state",
+    "set_z3_leaf_module",
+    "set_z3_leaf_modules",
+    "unset_z3_leaf_modules",
+    "z3_leaf_module",
 ]
-
-logger = logging.getLogger("onecopy")
 
 
 def safe_get_full_fp32_param(param: nn.Parameter) -> Tensor | None:

@@ -1,0 +1,5 @@
+"""``deepspeed.checkpoint``."""
+
+from onecopy.deepspeed.checkpoint import utils
+
+__all__ = ["utils"]

@@ -1,0 +1,5 @@
+"""``deepspeed.runtime``."""
+
+from onecopy.deepspeed.runtime import base_optimizer, engine, lr_schedules, zero
+
+__all__ = ["base_optimizer", "engine", "lr_schedules", "zero"]

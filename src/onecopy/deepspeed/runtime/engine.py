@@ -1,0 +1,5 @@
+"""``deepspeed.runtime.engine``."""
+
+from onecopy.deepspeed.engine import DeepSpeedEngine
+
+__all__ = ["DeepSpeedEngine"]

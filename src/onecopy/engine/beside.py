@@ -1,0 +1,150 @@
+"""Steps on the host that run on a thread beside training (``StepPolicy.when``).
+
+The thread steps master weights and moments, a unit at a time in the order in which units are handed to it; the parameters
+do not change before the training thread has joined it and encodes the new masters. What the thread needs of the optimizer
+is a copy of its options as they were when it began, so that a learning-rate schedule may go on meanwhile.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing, suppress
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from onecopy.engine.run import UnitRun
+from onecopy.engine.tilewise import Ahead, step_tiles
+from onecopy.engine.weights import Weights
+from onecopy.errors import EngineError
+from onecopy.optim import Tiles
+from onecopy.plan.layout import Slot
+from onecopy.tiers.tiers import Tiers
+
+__all__ = ["Beside", "Task"]
+
+
+@dataclass(frozen=True)
+class Task:
+    """One buffer to step: its gradients, summed, and which parameters some rank used. ``owned``: nobody else keeps the
+    gradients."""
+
+    weights: Weights
+    total: torch.Tensor
+    used: dict[Slot, bool]
+    owned: bool = False
+
+
+class Beside:
+    """``units`` handed over and not joined yet, in order. ``skipped``: the thread found gradients that are not finite, and
+    has stepped nothing from there on."""
+
+    def __init__(self, tiles: Tiles, tiers: Tiers) -> None:
+        self._tiles = tiles
+        self._tiers = tiers
+        self._pool = ThreadPoolExecutor(1, "onecopy-step")
+        weakref.finalize(self, self._pool.shutdown, wait=False)
+        for register in (tiles.optimizer.register_state_dict_pre_hook, tiles.optimizer.register_load_state_dict_pre_hook):
+            register(_joined(weakref.ref(self)))
+        self._running: list[tuple[Task, Future[None]]] = []
+        self._optimizer: Optimizer | None = None
+        self._before: list[dict[str, Any]] = []
+        self._scratch: torch.Tensor | None = None
+        self.units: list[UnitRun] = []
+        self.skipped = False
+
+    def add(self, unit: UnitRun, tasks: list[Task], factor: float, look: bool) -> None:
+        """Begin to step ``tasks``, which are those of ``unit``, with ``factor`` times their gradients. ``look``: nobody has
+        found out yet whether these are finite."""
+        if self._optimizer is None:
+            self._begin()
+        self.units.append(unit)
+        arrived = _mark(tasks)
+        for task in tasks:
+            task.weights.writes.busy = True
+            self._running.append((task, self._pool.submit(self._step, task, factor, look, arrived)))
+
+    def join(self) -> None:
+        """Wait until everything handed over is stepped; raises what went wrong on the thread."""
+        running, self._running = self._running, []
+        failed = [error for _, future in running if (error := future.exception()) is not None]
+        for task, _ in running:
+            task.weights.writes.busy = False
+            if task.owned:
+                self._tiers.host.drop("gradient", task.total)
+        optimizer, self._optimizer = self._optimizer, None
+        if self._scratch is not None:
+            self._tiers.host.drop("workspace", self._scratch)
+            self._scratch = None
+        if failed:
+            raise failed[0]
+        if optimizer is not None and _options(optimizer) != self._before:
+            raise EngineError(
+                f"{type(optimizer).__name__} changes its own options as it steps, which a step beside training cannot keep; "
+                "use StepPolicy(when='boundary')"
+            )
+
+    def take(self) -> list[UnitRun]:
+        """The units that were handed over; from here on they are not."""
+        units, self.units, self.skipped = self.units, [], False
+        return units
+
+    def abandon(self) -> None:
+        """Let the thread end; what it has stepped does not matter."""
+        with suppress(Exception):  # and neither does what went wrong with it
+            self.join()
+        self.take()
+
+    def _begin(self) -> None:
+        self._optimizer = self._tiles.as_set_now()
+        self._before = _options(self._optimizer)
+        # One for all, from the first task to the join: what is in use does not depend on how fast the thread is.
+        sizes = [min(held.grid.tile, held.grid.numel) * held.dtype.itemsize for held in self._tiles.states_stepped()]
+        self._scratch = self._tiers.host.alloc("workspace", max(sizes), torch.uint8)
+
+    def _step(self, task: Task, factor: float, look: bool, arrived: Callable[[], Any]) -> None:
+        arrived()
+        if self.skipped or (look and not _finite(task.total)):
+            self.skipped = True
+            return
+        assert self._scratch is not None
+        dtype, grid = task.weights.state.dtype, task.weights.state.grid
+        scratch = self._scratch[: min(grid.tile, grid.numel) * dtype.itemsize].view(dtype)
+        with torch.no_grad(), closing(Ahead(self._tiles, [task.weights])) as coming:
+            step_tiles(
+                self._tiles, self._tiers, task.weights, task.total, task.used, factor, coming, scratch, self._optimizer
+            )
+
+
+def _joined(beside: weakref.ref[Beside]) -> Callable[..., None]:
+    """A hook: the optimizer's states are not read or replaced while they are stepped."""
+
+    def join(*_: Any) -> None:
+        owner = beside()
+        if owner is not None:
+            owner.join()
+
+    return join
+
+
+def _options(optimizer: Optimizer) -> list[dict[str, Any]]:
+    return [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+
+
+def _mark(tasks: list[Task]) -> Callable[[], Any]:
+    """What to call before the gradients are read: waits for copies from an accelerator that are under way."""
+    device = tasks[0].weights.full.device
+    if device.type == "cpu":
+        return bool
+    event = torch.Event(device)
+    event.record()
+    return event.synchronize
+
+
+def _finite(total: torch.Tensor) -> bool:
+    return all(math.isfinite(float(torch.linalg.vector_norm(part, math.inf).float())) for part in total.split(1 << 20))
