@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import shutil
 import signal
 import sys
 import time
@@ -203,6 +202,21 @@ def _raise_if_bad_input(failure: Failure) -> None:
             raise getattr(errors, cls)(failure.message)
 
 
+@dataclass
+class Consumed:
+    """The place in the data: training rows used by all ranks so far, which is the same number on every rank."""
+
+    rows: int = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """For a checkpoint."""
+        return {"rows": self.rows}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from what :meth:`state_dict` gave."""
+        self.rows = state["rows"]
+
+
 class Trainer:
     """One rank's part of the run."""
 
@@ -218,7 +232,7 @@ class Trainer:
         plan = settings.plan(self.world)
         self.micro = plan.batch.micro or settings.method.batch_size or ROWS
         self.engine = self._engine(plan)
-        self.consumed = 0  # training rows used by all ranks so far
+        self.place = Consumed()
         self.resumed_from = 0
 
     def _engine(self, plan: onecopy.Plan) -> onecopy.Engine:
@@ -247,12 +261,12 @@ class Trainer:
         accumulation = self.engine.plan.batch.accumulation
         total: Tensor = torch.zeros((), device=self.engine.device)
         for number in range(accumulation):
-            x, y = self.rows.micro_batch(self.consumed, number, self.rank, self.world, self.micro)
+            x, y = self.rows.micro_batch(self.place.rows, number, self.rank, self.world, self.micro)
             loss = self.engine(x.to(self.engine.device), y.to(self.engine.device))
             loss.backward()
             self.engine.step()
             total += loss.detach()
-        self.consumed += self.rows_per_step
+        self.place.rows += self.rows_per_step
         return total.div_(accumulation)
 
     @torch.no_grad()
@@ -275,12 +289,7 @@ class Trainer:
 
     def save(self) -> Path:
         """Write a checkpoint, then remove all but the newest. Collective."""
-        folder = _checkpoints(self.settings)
-        path = self.engine.save(folder, tag=f"step{self.engine.global_steps:08d}", client_state={"consumed": self.consumed})
-        if self.rank == 0:
-            for old in sorted(folder.glob("step*"))[: -self.settings.run.keep]:
-                shutil.rmtree(old)
-        return Path(path)
+        return Path(self.engine.save(_checkpoints(self.settings), data=self.place, keep_last=self.settings.run.keep))
 
     def resume(self) -> None:
         """Load the newest complete checkpoint, if there is one. Collective."""
@@ -292,7 +301,7 @@ class Trainer:
             tag = complete[-1] if complete else there[-1]
             if tag != there[-1]:
                 self.console.print(f"note: {folder / there[-1]} is not complete; {tag} is", highlight=False, soft_wrap=True)
-            self.consumed = self.engine.load(folder, tag=tag)["consumed"]
+            self.engine.load(folder, tag=tag, data=self.place)
             self.resumed_from = self.engine.global_steps
             self.console.print(
                 f"resuming from step {self.resumed_from} in {self.settings.run.out}", highlight=False, soft_wrap=True

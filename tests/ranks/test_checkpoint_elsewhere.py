@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import onecopy
-from onecopy.checkpoint import load as loading
+from onecopy.checkpoint import tensors
 from onecopy.plan.plan import Precision
 from tests.ranks import models
 from tests.ranks.checkpoints import SMALL, adamw, everything, refusal, start, steps, unequal
@@ -295,18 +295,18 @@ def reads(rank: int, world: int, folder: str, dtype: str | None) -> dict[str, in
     first = start("even", plans["stage 2"])
     steps(first, "even", rank, world, range(1))
     first.save(folder)
-    real = loading.Reader.read
+    real = tensors.Reader.read
     for name, plan in plans.items():
         engine, count = start("even", plan), 0
 
-        def counted(reader: Any, span: Any, start: int, stop: int) -> Tensor:
+        def counted(reader: Any, span: Any, start: int, stop: int, out: Tensor) -> None:
             nonlocal count
             count += stop - start
-            return real(reader, span, start, stop)
+            real(reader, span, start, stop, out)
 
-        loading.Reader.read = counted  # type: ignore[method-assign]
+        tensors.Reader.read = counted  # type: ignore[method-assign]
         engine.load(folder)
-        loading.Reader.read = real  # type: ignore[method-assign]
+        tensors.Reader.read = real  # type: ignore[method-assign]
         out[name] = count
     return out
 
@@ -340,7 +340,8 @@ def give_back(rank: int, world: int, folder: str) -> list[dict[str, Any]]:
 
 def test_a_rank_gets_its_own_client_state_or_that_of_rank_0(tmp_path: Path) -> None:
     run_ranks(keep_own, 3, str(tmp_path))
-    assert '"client_states": {}' in (tmp_path / "same" / "manifest.json").read_text(), "written once where it is the same"
+    text = (tmp_path / "same" / "manifest.json").read_text()
+    assert text.count('"client_state"') == 1, "written once where it is the same"
     for world in (1, 2, 3, 4):
         for rank, (own, some, same) in enumerate(run_ranks(give_back, world, str(tmp_path))):
             saved = rank if rank < 3 else 0

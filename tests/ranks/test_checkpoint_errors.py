@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 
 import onecopy
-from onecopy.checkpoint import load as loading
 from onecopy.checkpoint import save as saving
+from onecopy.checkpoint import tensors
 from onecopy.checkpoint.store import complete_tags
 from tests.ranks import models
 from tests.ranks.checkpoints import SMALL, everything, refusal, start, steps, unequal
@@ -112,7 +112,7 @@ def full_disk(rank: int, world: int, folder: str) -> list[str]:
     real = saving.write_tensors
     for victim in (0, 1):
 
-        def fails(path: Path, tensors: Any, victim: int = victim) -> int:
+        def fails(path: Path, tensors: Any, victim: int = victim) -> Any:
             if rank == victim:
                 path.write_bytes(b"half")
                 raise OSError(28, "No space left on device", str(path))
@@ -132,13 +132,13 @@ def full_disk(rank: int, world: int, folder: str) -> list[str]:
 
 def failing_read(engine: Any, folder: str, rank: int) -> None:
     """A disk that breaks on rank 1 while the weights are being read."""
-    real = loading.Reader.read
+    real = tensors.Reader.read
     try:
         if rank == 1:
-            loading.Reader.read = lambda *_: (_ for _ in ()).throw(OSError(5, "Input/output error"))  # type: ignore
+            tensors.Reader.read = lambda *_: (_ for _ in ()).throw(OSError(5, "Input/output error"))  # type: ignore
         engine.load(folder)
     finally:
-        loading.Reader.read = real  # type: ignore[method-assign]
+        tensors.Reader.read = real  # type: ignore[method-assign]
 
 
 def test_a_disk_that_fails_on_one_rank(tmp_path: Path) -> None:
@@ -161,13 +161,13 @@ def dies(rank: int, world: int, folder: str, at: str) -> None:
     steps(engine, "mlp", rank, world, range(1, 2))
     real = saving.write_tensors
 
-    def write(path: Path, tensors: Any) -> int:
-        size = real(path, tensors)
+    def write(path: Path, tensors: Any) -> Any:
+        record = real(path, tensors)
         if at == "half written" and rank == 1:
-            os.truncate(path, size // 2)
+            os.truncate(path, record.bytes // 2)
         if at in ("half written", "written") and rank == 1:
             os._exit(9)
-        return size
+        return record
 
     saving.write_tensors = write
     if at == "before the pointer" and rank == 0:

@@ -8,22 +8,27 @@ from __future__ import annotations
 
 import json
 import math
-from collections import Counter
+import re
 from collections.abc import Iterator, Sequence
 from typing import Any
+from zlib import crc32
 
-import torch
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from onecopy.checkpoint.values import decode, dtype_name, encode
 from onecopy.errors import CheckpointError
 
 __all__ = [
+    "CHUNK",
     "MANIFEST",
     "VERSION",
+    "FileRecord",
     "Group",
     "Manifest",
+    "NewerFormatError",
     "OptimizerRecord",
     "Parameter",
+    "SaveRecord",
     "SchedulerRecord",
     "Span",
     "State",
@@ -34,11 +39,19 @@ __all__ = [
     "file_of",
     "ordered",
     "parse",
+    "seal",
 ]
 
 MANIFEST = "manifest.json"
 VERSION = 1
-_SMALL = 4096  # elements of the largest tensor that is written as JSON
+# Bytes of a file that share a checksum. A rank that reads a range reads the chunks it is in, so up to this much beyond
+# each of its ends; eight digits each make the manifest longer by 8 MB for a checkpoint of 1 TB.
+CHUNK = 1 << 20
+_SEAL = re.compile(r'\{"checksum": "([0-9a-f]{8})",')
+
+
+class NewerFormatError(CheckpointError):
+    """A checkpoint that is whole, and that a later version wrote in a way this one does not know."""
 
 
 def file_of(rank: int) -> str:
@@ -115,6 +128,19 @@ class Stored(_Record):
     dtype: str
 
 
+class FileRecord(_Record):
+    """``bytes``: the file's size; ``crc32``: the CRC-32 (of zlib, gzip and PNG) of each ``chunk`` bytes of it in turn, the
+    last one shorter, as eight hexadecimal digits each with nothing between; none of another library's files."""
+
+    bytes: int
+    chunk: int = CHUNK
+    crc32: str = ""
+
+    def sum_of(self, chunk: int) -> str:
+        """The digits of one chunk."""
+        return self.crc32[8 * chunk : 8 * chunk + 8]
+
+
 class Group(_Record):
     """One of the optimizer's groups: the names of its parameters, and its options as :func:`encode` writes them."""
 
@@ -129,6 +155,14 @@ class OptimizerRecord(_Record):
     groups: tuple[Group, ...]
 
 
+class SaveRecord(_Record):
+    """The save itself. ``id``: no two have the same; ``at``: seconds since 1970; ``latest``: was it made the newest?"""
+
+    id: str = ""
+    at: float = 0.0
+    latest: bool = True
+
+
 class SchedulerRecord(_Record):
     """``kind``: the schedule's class; ``state``: its ``state_dict()`` as :func:`encode` writes it."""
 
@@ -139,8 +173,8 @@ class SchedulerRecord(_Record):
 class Manifest(_Record):
     """All of ``manifest.json``. ``parameters`` and optimizer groups call a parameter by the first of its names.
 
-    ``client_states``: by rank, those that differ from ``client_state``, which is rank 0's. ``id``: no two saves have the
-    same.
+    ``client_state`` is rank 0's; ``ranks``: what each rank had of its own, ``random`` states, ``data``, and a
+    ``client_state`` that differs.
     """
 
     format: int
@@ -154,9 +188,9 @@ class Manifest(_Record):
     scheduler: SchedulerRecord | None
     loss_scale: dict[str, float] | None
     client_state: Any
-    client_states: dict[int, Any] = {}
-    files: dict[str, dict[str, int]]
-    id: str = ""
+    ranks: tuple[dict[str, Any], ...] = ()
+    files: dict[str, FileRecord]
+    save: SaveRecord = SaveRecord()
 
     @property
     def model(self) -> dict[str, Any]:
@@ -166,7 +200,23 @@ class Manifest(_Record):
 
     def text(self) -> str:
         """The file's contents."""
-        return json.dumps(self.model_dump(mode="json"), indent=1, allow_nan=False)
+        return seal(self.model_dump(mode="json"))
+
+
+def seal(record: dict[str, Any]) -> str:
+    """``record`` as the text of a manifest: JSON whose first field is the CRC-32 of all that follows it."""
+    rest = json.dumps({key: value for key, value in record.items() if key != "checksum"}, indent=1, allow_nan=False)[1:]
+    return f'{{"checksum": "{crc32(rest.encode()):08x}",{rest}'
+
+
+def _check_seal(text: str, path: str) -> None:
+    """Raise :class:`CheckpointError` unless the text is what :func:`seal` made."""
+    sealed = _SEAL.match(text)
+    if sealed is None:
+        raise CheckpointError(f"{path} is damaged: it does not begin with its checksum")
+    found = f"{crc32(text[sealed.end() :].encode()):08x}"
+    if found != sealed[1]:
+        raise CheckpointError(f"{path} is damaged: its checksum is {found}, {sealed[1]} was written")
 
 
 def parse(text: str, path: str) -> Manifest:
@@ -175,12 +225,13 @@ def parse(text: str, path: str) -> Manifest:
         raw = json.loads(text)
     except ValueError as error:
         raise CheckpointError(f"{path} is damaged: it is not JSON ({error})") from error
+    _check_seal(text, path)
     version = raw.get("format") if isinstance(raw, dict) else None
     if not isinstance(version, int):
         raise CheckpointError(f"{path} is no manifest of a checkpoint: it has no format number")
     if version > VERSION:
         made = raw.get("library", {}).get("onecopy", "a later version") if isinstance(raw.get("library"), dict) else "?"
-        raise CheckpointError(
+        raise NewerFormatError(
             f"{path} has format {version}, written by onecopy {made}; this version reads formats up to {VERSION}. "
             "Install a newer onecopy"
         )
@@ -190,75 +241,6 @@ def parse(text: str, path: str) -> Manifest:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"])
         raise CheckpointError(f"{path} is damaged at {where}: {first['msg']}") from error
-
-
-# Values that are no tensors of the model. JSON has neither tuples nor infinities nor keys that are numbers, and
-# schedules and options use all of these: they are written as an object with a key that begins with "$".
-
-
-def encode(value: Any, where: str, tensors: bool = True) -> Any:
-    """``value`` as JSON that :func:`decode` makes equal to it again.
-
-    ``tensors``: may small tensors be in it. Raises :class:`CheckpointError` naming ``where`` it found what JSON cannot
-    say.
-    """
-    if value is None or isinstance(value, bool):
-        return value
-    if isinstance(value, int):
-        return int(value)
-    if isinstance(value, str):
-        return str.__str__(value)  # the characters also of a class derived from str
-    if isinstance(value, float):
-        return float(value) if math.isfinite(value) else {"$float": repr(float(value))}
-    if isinstance(value, list):
-        return [encode(item, f"{where}[{at}]", tensors) for at, item in enumerate(value)]
-    if type(value) is tuple:
-        return {"$tuple": [encode(item, f"{where}[{at}]", tensors) for at, item in enumerate(value)]}
-    if isinstance(value, dict):
-        return _encode_dict(value, where, tensors)
-    if isinstance(value, torch.Tensor) and tensors and value.numel() <= _SMALL and not value.is_complex():
-        numbers = [encode(item, where) for item in value.detach().reshape(-1).tolist()]
-        return {"$tensor": numbers, "dtype": dtype_name(value.dtype), "shape": list(value.shape)}
-    if type(value).__module__ == "numpy" and getattr(value, "shape", None) == () and hasattr(value, "item"):
-        return encode(value.item(), where, tensors)
-    what = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else f"a {type(value).__name__}"
-    raise CheckpointError(
-        f"{where} is {what}, which cannot be written as JSON; it may hold None, bool, int, float, str, list, tuple and "
-        "dict. Turn a tensor into numbers with .tolist(), or make it a buffer of the model"
-    )
-
-
-def _encode_dict(value: dict[Any, Any], where: str, tensors: bool) -> Any:
-    plain = all(type(key) is str and not key.startswith("$") for key in value)
-    counter = isinstance(value, Counter)
-    if plain and not counter:
-        return {key: encode(item, f"{where}[{key!r}]", tensors) for key, item in value.items()}
-    items = [[encode(key, f"a key of {where}"), encode(item, f"{where}[{key!r}]", tensors)] for key, item in value.items()]
-    return {"$counter" if counter else "$items": items}
-
-
-def decode(value: Any) -> Any:
-    """What :func:`encode` was given. Tensors are made on the CPU."""
-    if isinstance(value, list):
-        return [decode(item) for item in value]
-    if not isinstance(value, dict):
-        return value
-    if "$float" in value:
-        return float(value["$float"])
-    if "$tuple" in value:
-        return tuple(decode(item) for item in value["$tuple"])
-    if "$tensor" in value:
-        flat = torch.tensor([decode(item) for item in value["$tensor"]], dtype=getattr(torch, value["dtype"]))
-        return flat.reshape(value["shape"])
-    for tag, kind in (("$items", dict), ("$counter", Counter)):
-        if tag in value:
-            return kind({decode(key): decode(item) for key, item in value[tag]})
-    return {key: decode(item) for key, item in value.items()}
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """``"float32"`` for ``torch.float32``."""
-    return str(dtype).removeprefix("torch.")
 
 
 def ordered(spans: Sequence[Span]) -> tuple[Span, ...]:

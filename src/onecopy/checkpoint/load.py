@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 import warnings
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,7 +19,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from onecopy.checkpoint import sources, store
+from onecopy.checkpoint import own, sources, store
+from onecopy.checkpoint.foreign import Hints
 from onecopy.checkpoint.format import MANIFEST, Manifest, Parameter, State, Stored, decode, parse
 from onecopy.checkpoint.match import Differences, Match, groups_here, match
 from onecopy.checkpoint.modules import extra_modules, persistent_buffers
@@ -34,10 +36,13 @@ if TYPE_CHECKING:
     from onecopy.engine.build import Core
     from onecopy.engine.engine import Engine
 
-__all__ = ["Loaded", "load"]
+__all__ = ["Loaded", "Wanted", "load"]
 
 # How a group is stepped, not what the step is: these stay as the optimizer was built here.
 _EXECUTION = frozenset(("foreach", "fused", "capturable", "differentiable"))
+_AT_ONCE = 1 << 22  # elements that are read before they go to a place that is no memory
+# A load that tore weights alone, which the next load of weights alone makes whole.
+_WITHOUT_MOMENTS = "load(optimizer_states=False)"
 _SCHEDULED = frozenset(("lr", "initial_lr"))
 
 
@@ -50,41 +55,48 @@ class Loaded(dict[str, Any]):
 
 
 def load(
-    engine: Engine,
-    directory: str | os.PathLike[str],
-    tag: str | None,
-    optimizer_states: bool,
-    scheduler_states: bool,
-    strict: bool,
-    patience: float | None,
+    engine: Engine, directory: str | os.PathLike[str], tag: str | None, wanted: Wanted, patience: float | None
 ) -> Loaded:
     """See :meth:`onecopy.Engine.load`."""
     meeting.meet("load", f"{engine.global_steps}.{engine.micro_steps}", patience, CheckpointError)
-    meeting.same("what to load", (tag, optimizer_states, scheduler_states, strict))
+    engine._saves.settle()
+    meeting.same("what to load", (tag, *wanted.choices))
     meeting.together(lambda: check_at_rest(engine, "load"))
     groups = groups_here(engine)
-    found = meeting.from_rank0(lambda: sources.find(Path(directory), tag, groups, optimizer_states))
+    hints = _hints(engine, groups, wanted)
+    found = meeting.from_rank0(lambda: sources.find(Path(directory), tag, hints))
     folder = Path(directory) / found.name
     if not found.foreign:  # of another library's files, every rank checks those that it reads
         meeting.together(lambda: _check_same(folder, found))
-    wanted = Wanted(optimizer_states, scheduler_states, strict)
-    loading = meeting.together(lambda: Loading(engine, folder, found.text, groups, wanted))
-    try:
-        meeting.together(loading.read)
-        meeting.together(loading.restore)
-    except CheckpointError as error:
-        raise CheckpointError(f"{error}. The engine holds a part of {folder} now; load again to go on") from error
-    manifest = loading.manifest
-    loaded = Loaded(decode(manifest.client_states.get(meeting.my_rank(), manifest.client_state)))
+    manifest = meeting.together(lambda: parse(found.text, str(folder / MANIFEST)))
+    with closing(sources.reader_for(folder, manifest)) as reader:
+        loading = meeting.together(lambda: Loading(engine, manifest, reader, groups, wanted))
+        try:
+            meeting.together(loading.read)
+            meeting.together(loading.restore)
+        except CheckpointError as error:
+            loading.tear(error)
+            raise CheckpointError(f"{error}. The engine holds a part of {folder} now; load again to go on") from error
+    loaded = Loaded(decode(own.of_rank(manifest, meeting.my_rank()).get("client_state", manifest.client_state)))
     loaded.path, loaded.differences = str(folder), loading.match.differences
-    if loading.match.differences.any() and meeting.my_rank() == 0:
-        warnings.warn(f"loaded {folder} with differences: {loading.match.differences}", stacklevel=3)
-    if found.torn and meeting.my_rank() == 0:
-        warnings.warn(
-            f"loaded {folder}, which {store.POINTER!r} names; a later save did not come to its end: {found.torn}",
-            stacklevel=3,
-        )
+    if meeting.my_rank() == 0:
+        _tell(folder, found, loaded.differences)
     return loaded
+
+
+def _hints(engine: Engine, groups: list[list[str]], wanted: Wanted) -> Hints:
+    """What a reader of another library's checkpoint may want to know."""
+    names = tuple(tuple(names) for names in engine._core.names.values())
+    buffers = frozenset(persistent_buffers(engine.module))
+    states = wanted.optimizer_states and engine._core.tiles is not None
+    return Hints(names, buffers, tuple(map(tuple, groups)), states)
+
+
+def _tell(folder: Path, found: store.Found, differences: Differences) -> None:
+    if differences.any():
+        warnings.warn(f"loaded {folder} with differences: {differences}", stacklevel=4)
+    if found.notes:
+        warnings.warn(f"loaded {folder}; {'; '.join(found.notes)}", stacklevel=4)
 
 
 def _check_same(folder: Path, found: store.Found) -> None:
@@ -104,9 +116,20 @@ def _check_same(folder: Path, found: store.Found) -> None:
 class Wanted:
     """What the caller of ``load`` asked for."""
 
-    optimizer_states: bool
-    scheduler_states: bool
-    strict: bool
+    optimizer_states: bool = True
+    scheduler_states: bool = True
+    strict: bool = True
+    random_states: bool | None = None  # None: with the optimizer's
+    data: own.Stateful | None = None
+
+    @property
+    def choices(self) -> tuple[Any, ...]:
+        """What is the same on every rank."""
+        return self.optimizer_states, self.scheduler_states, self.strict, self.random_states, self.data is not None
+
+    @property
+    def random(self) -> bool:
+        return self.optimizer_states if self.random_states is None else self.random_states
 
 
 @dataclass(frozen=True)
@@ -125,23 +148,31 @@ class Loading:
     Raises :class:`CheckpointError` for files that are missing or damaged, and, when ``strict``, for any difference.
     """
 
-    def __init__(self, engine: Engine, folder: Path, text: str, groups: list[list[str]], wanted: Wanted) -> None:
+    def __init__(
+        self, engine: Engine, manifest: Manifest, reader: sources.Ranges, groups: list[list[str]], wanted: Wanted
+    ) -> None:
         self.engine = engine
         self.core: Core = engine._core
-        self.folder = folder
-        self.manifest: Manifest = parse(text, str(folder / MANIFEST))
+        self.manifest = manifest
+        self.reader = reader
+        self.folder: Path = reader.folder
+        self.wanted = wanted
         # An engine without an optimizer has nothing to put these into.
         self.optimizer_states = wanted.optimizer_states and self.core.tiles is not None
         self.scheduler_states = wanted.scheduler_states and self.core.tiles is not None
         self.counts = wanted.optimizer_states
-        self.reader = sources.reader_for(folder, self.manifest)
+        own.check_stateful(wanted.data)
         if meeting.my_rank() == 0:
             for name in self.manifest.files:
                 self.reader.check_file(name)
         self.match: Match = match(engine, self.manifest, groups, self.optimizer_states, self.scheduler_states)
         if self.match.differences.any() and (wanted.strict or not self.match.parameters):
-            raise CheckpointError(f"{folder} is not a checkpoint of this model: {self.match.differences}")
+            raise CheckpointError(f"{self.folder} is not a checkpoint of this model: {self.match.differences}")
         self._check_sources()
+        # Small, so they are read with the rest that is looked at before anything is changed.
+        rank, world = meeting.my_rank(), meeting.world_size()
+        self._random = own.random_of(manifest, rank, self._stored) if wanted.random else None
+        self._place: Any = own.data_of(manifest, rank, world, self._stored) if wanted.data is not None else None
 
     # Matching
 
@@ -216,7 +247,15 @@ class Loading:
                 if name in self.match.buffers:
                     buffer.copy_(self.reader.whole(self.match.buffers[name]))
         self._read_extra()
-        self.reader.close()
+
+    def tear(self, error: CheckpointError) -> None:
+        """The engine holds a part of the checkpoint: no step and no save until one is loaded whole."""
+        if self.core.stepper is not None:
+            call = "load()" if self.optimizer_states else _WITHOUT_MOMENTS
+            self.core.stepper.torn = self.core.stepper.torn or f"{call} failed: {error}"
+
+    def _stored(self, record: dict[str, Any]) -> Tensor:
+        return self.reader.whole(Stored.model_validate(record))
 
     def _read_weight(self, weights: Weights, slot: Slot) -> None:
         state = self.match.parameters[slot.param.name].weight
@@ -225,17 +264,24 @@ class Loading:
             if part is None:
                 continue
             start, stop = part[0] - target.low + target.first, part[1] - target.low + target.first
-            if isinstance(target.into, Tensor):
-                self._fill(target.into[start:stop], state, part[0] - slot.start)
-                continue
-            for span, low, high in state.covering(part[0] - slot.start, part[1] - slot.start):
-                at = start + low - (part[0] - slot.start)
-                target.into.write(at, at + high - low, self.reader.read(span, low, high))
+            plain = target.into if isinstance(target.into, Tensor) else target.into.plain
+            if plain is not None:
+                self._fill(plain[start:stop], state, part[0] - slot.start)
+            elif isinstance(target.into, Held):
+                self._write(target.into, state, part[0] - slot.start, start, stop)
+
+    def _write(self, held: Held, state: State, first: int, start: int, stop: int) -> None:
+        """Elements ``[start, stop)`` of ``held``, which is no memory, become those of ``state`` from ``first`` on."""
+        for low in range(start, stop, _AT_ONCE):
+            high = min(low + _AT_ONCE, stop)
+            values = torch.empty(high - low, dtype=getattr(torch, state.dtype))
+            self._fill(values, state, first + low - start)
+            held.write(low, high, values)
 
     def _fill(self, out: Tensor, state: State, start: int) -> None:
         """``out`` becomes elements ``[start, start + out.numel())`` of ``state``."""
         for span, low, high in state.covering(start, start + out.numel()):
-            out[low - start : high - start].copy_(self.reader.read(span, low, high))
+            self.reader.read(span, low, high, out[low - start : high - start])
 
     def _read_moments(self, weights: Weights) -> None:
         """Make the optimizer's states what they were, tile by tile; a parameter that was never stepped has none."""
@@ -278,7 +324,7 @@ class Loading:
         for name, module in extra_modules(self.engine.module).items():
             kept = self.match.extra.get(name)
             if kept is not None and "tensor" in kept:
-                module.set_extra_state(self.reader.whole(Stored.model_validate(kept["tensor"])).clone())
+                module.set_extra_state(self._stored(kept["tensor"]))
             elif kept is not None:
                 module.set_extra_state(decode(kept["value"]))
 
@@ -287,7 +333,7 @@ class Loading:
     def restore(self) -> None:
         """Group options, schedule, loss scale and counters, in the objects that others hold on to."""
         engine, core, manifest = self.engine, self.core, self.manifest
-        if self.optimizer_states and core.stepper is not None:
+        if core.stepper is not None and (self.optimizer_states or (core.stepper.torn or "").startswith(_WITHOUT_MOMENTS)):
             core.stepper.torn = None
         if self.match.same_groups and manifest.optimizer is not None and core.optimizer is not None:
             for group, saved in zip(core.optimizer.param_groups, manifest.optimizer.groups, strict=True):
@@ -307,6 +353,10 @@ class Loading:
             accumulation = core.plan.batch.accumulation
             same = manifest.plan.get("accumulation") == accumulation
             engine.micro_steps = counters["micro_steps"] if same else engine.global_steps * accumulation
+        if self.wanted.data is not None:
+            self.wanted.data.load_state_dict(self._place)
+        if self._random is not None:  # last, as nothing here may draw from them
+            own.set_random(self._random, engine.device)
 
     def _restore_options(self, group: dict[str, Any], saved: dict[str, Any]) -> None:
         """The learning rate goes with the schedule where there is one; the group itself stays the same object."""

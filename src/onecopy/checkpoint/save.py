@@ -4,7 +4,9 @@
 2. *prepare*  every rank lists its pieces and checks what it is about to save; nothing is written yet
 3. *open*     rank 0 makes the folder, when there is room for all
 4. *write*    every rank writes its file and makes it durable
-5. *commit*   rank 0 writes the manifest, renames the folder to the tag, moves the pointer
+5. *commit*   rank 0 writes the manifest, renames the folder to the tag, moves the pointer, removes what is too old
+
+An asynchronous save copies its tensors to host memory in the place of step 4; ``background.py`` does 4 and 5.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,12 +23,17 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from onecopy.checkpoint import own
+from onecopy.checkpoint.background import Job, check_memory
 from onecopy.checkpoint.format import (
+    MANIFEST,
     VERSION,
+    FileRecord,
     Group,
     Manifest,
     OptimizerRecord,
     Parameter,
+    SaveRecord,
     SchedulerRecord,
     Span,
     State,
@@ -34,11 +42,12 @@ from onecopy.checkpoint.format import (
     encode,
     file_of,
     ordered,
+    parse,
 )
 from onecopy.checkpoint.modules import extra_modules, persistent_buffers
 from onecopy.checkpoint.recorded import describe
-from onecopy.checkpoint.store import Draft, check_tag
-from onecopy.checkpoint.tensors import Later, file_bytes, part_of, write_tensors
+from onecopy.checkpoint.store import Draft, check_tag, prune
+from onecopy.checkpoint.tensors import Later, Writer, file_bytes, part_of, write_tensors
 from onecopy.comm import meeting
 from onecopy.engine.weights import Weights
 from onecopy.errors import CheckpointError
@@ -48,10 +57,33 @@ if TYPE_CHECKING:
     from onecopy.engine.build import Core
     from onecopy.engine.engine import Engine
 
-__all__ = ["check_at_rest", "save"]
+__all__ = ["Wish", "check_at_rest", "save"]
 
 # A state's name in tensor keys: "weight", or the optimizer's name for it behind this.
 _MOMENT = "optimizer."
+
+
+@dataclass(frozen=True)
+class Wish:
+    """What the caller of ``save`` asked for beside the tag. ``frozen``: parameters that are not trained, too."""
+
+    client_state: dict[str, Any] | None = None
+    data: own.Stateful | None = None
+    latest: bool = True
+    keep_last: int | None = None
+    asynchronous: bool = False
+    frozen: bool = True
+
+    def check(self) -> None:
+        """Raise :class:`CheckpointError` for what cannot be asked for."""
+        if self.client_state is not None and not isinstance(self.client_state, dict):
+            raise CheckpointError(f"client_state is a {type(self.client_state).__name__}; give a dict")
+        own.check_stateful(self.data)
+        keep = self.keep_last
+        if keep is not None and (isinstance(keep, bool) or not isinstance(keep, int) or keep < 1):
+            raise CheckpointError(f"keep_last is {keep!r}; it is a whole number from 1, or None to keep every checkpoint")
+        if keep is not None and not self.latest:
+            raise CheckpointError(f"keep_last={keep} with latest=False: only a save that becomes the newest removes others")
 
 
 @dataclass
@@ -61,8 +93,7 @@ class Share:
     rows: list[tuple[str, str, str, int, int]] = field(default_factory=list)
     scalars: dict[str, dict[str, Any]] = field(default_factory=dict)
     groups: dict[str, int] = field(default_factory=dict)
-    bytes: int = 0
-    client: Any = None  # where it is not rank 0's
+    own: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass
@@ -72,42 +103,90 @@ class Prepared:
     client: Any
     groups: list[dict[str, Any]]
     scheduler: SchedulerRecord | None
+    frozen: bool
     extra: dict[str, Any] = field(default_factory=dict)
     tensors: list[tuple[str, Tensor | Later]] = field(default_factory=list)
     buffers: dict[str, Stored] = field(default_factory=dict)
     share: Share = field(default_factory=Share)
-    frozen: bool = True  # are parameters that need no gradient in it?
 
 
-def save(
-    engine: Engine,
-    directory: str | os.PathLike[str],
-    tag: str | None,
-    client_state: dict[str, Any] | None,
-    latest: bool,
-    patience: float | None,
-    frozen: bool = True,
-) -> str:
+def save(engine: Engine, directory: str | os.PathLike[str], tag: str | None, wish: Wish, patience: float | None) -> str:
     """See :meth:`onecopy.Engine.save`."""
-    call = f"{engine.global_steps}.{engine.micro_steps}"
-    meeting.meet("save", call, patience, CheckpointError)
+    meeting.meet("save", f"{engine.global_steps}.{engine.micro_steps}", patience, CheckpointError)
+    engine._saves.settle()
     named = tag if tag is not None else f"step{engine.global_steps:08d}"
-    meeting.same("the tag of the checkpoint", named if frozen else f"{named} without frozen parameters")
-    prepared = meeting.together(lambda: _prepare(engine, named, client_state, frozen))
+    meeting.same("the tag of the checkpoint", named)
+    meeting.same("how to save (latest, keep_last, asynchronous)", (wish.latest, wish.keep_last, wish.asynchronous))
+    prepared = meeting.together(lambda: _prepare(engine, named, wish))
     draft = Draft(Path(directory), named)
-    size = sum(meeting.tell(prepared.share.bytes))
+    size = _size(engine, prepared, wish.asynchronous)
     _note_client(prepared)
     nonce = meeting.from_rank0(lambda: draft.open(size))
+    plans: list[Manifest] = []  # on rank 0: the manifest but for the files
     try:
-        meeting.together(lambda: _write(draft, nonce, prepared))
+        meeting.together(lambda: draft.check_shared(nonce))
         shares = meeting.collect(prepared.share)
-        meeting.from_rank0(lambda: draft.commit(_manifest(engine, prepared, shares, nonce)))
+        meeting.from_rank0(lambda: plans.append(_manifest(engine, prepared, shares, nonce, wish.latest)))
+        if wish.asynchronous:
+            job = meeting.together(lambda: _begin(engine, draft, prepared, _Finish(draft, plans, wish, nonce)))
+            engine._saves.start(job)
+            return str(draft.target)
+        path = draft.folder / file_of(meeting.my_rank())
+        records = meeting.collect(meeting.together(lambda: write_tensors(path, prepared.tensors)))
+        meeting.from_rank0(lambda: draft.commit(_with_files(plans[0], records)))
     except CheckpointError:  # raised on every rank, so all are here
         meeting.from_rank0(draft.discard)
         raise
-    if latest:
-        meeting.from_rank0(draft.point)
+    meeting.from_rank0(lambda: _make_newest(draft, wish))
     return str(draft.target)
+
+
+def _make_newest(draft: Draft, wish: Wish) -> None:
+    if wish.latest:
+        draft.point()
+    if wish.keep_last is not None:
+        prune(draft.directory, wish.keep_last)
+
+
+@dataclass(frozen=True)
+class _Finish:
+    """The end of an asynchronous save, as its thread calls it."""
+
+    draft: Draft
+    plans: list[Manifest]
+    wish: Wish
+    nonce: str
+
+    def commit(self, records: list[FileRecord]) -> None:
+        self.draft.commit(_with_files(self.plans[0], records))
+        _make_newest(self.draft, self.wish)
+
+    def done(self) -> bool:
+        """Is the checkpoint there, made by this very save?"""
+        path = self.draft.target / MANIFEST
+        return path.is_file() and parse(path.read_text(encoding="utf-8"), str(path)).save.id == self.nonce
+
+
+def _begin(engine: Engine, draft: Draft, prepared: Prepared, finish: _Finish) -> Job:
+    """Copy what is in memory and write what is not; the rest is left to a thread."""
+    writer = Writer(draft.folder / file_of(meeting.my_rank()), prepared.tensors)
+    try:
+        writer.write_later()
+        engine._saves.stage(writer, engine.device)
+        prefix = f"onecopy/saving/{finish.nonce}"
+        return Job(writer, str(draft.target), prefix, finish.commit, draft.discard, finish.done)
+    except BaseException:
+        writer.close()
+        raise
+
+
+def _size(engine: Engine, prepared: Prepared, asynchronous: bool) -> int:
+    """Bytes of all tensor files. Collective; raises :class:`CheckpointError` where copies of them need memory that is not
+    there."""
+    size = file_bytes(prepared.tensors)
+    kept = [tensor for _, tensor in prepared.tensors if not isinstance(tensor, Later)]
+    staged = sum(tensor.numel() * tensor.element_size() for tensor in kept) - engine._saves.room
+    return check_memory(size, max(staged, 0) if asynchronous else 0)
 
 
 def check_at_rest(engine: Engine, what: str) -> None:
@@ -131,21 +210,20 @@ def check_at_rest(engine: Engine, what: str) -> None:
 # Preparing
 
 
-def _prepare(engine: Engine, tag: str, client_state: dict[str, Any] | None, frozen: bool) -> Prepared:
+def _prepare(engine: Engine, tag: str, wish: Wish) -> Prepared:
     check_tag(tag)
     check_at_rest(engine, "save")
-    if client_state is not None and not isinstance(client_state, dict):
-        raise CheckpointError(f"client_state is a {type(client_state).__name__}; give a dict")
+    wish.check()
     core, optimizer = engine._core, engine._core.optimizer
-    client = None if client_state is None else encode(client_state, "client_state", tensors=False)
-    prepared = Prepared(client, _options(optimizer), _schedule(core.scheduler), frozen=frozen)
+    client = None if wish.client_state is None else encode(wish.client_state, "client_state", tensors=False)
+    prepared = Prepared(client, _options(optimizer), _schedule(core.scheduler), wish.frozen)
     for unit in core.run.units:
         for weights in unit.weights:
             weights.notice_writes()
             _add_weights(prepared, core, weights)
     if core.ranks.rank == 0:
         _add_modules(prepared, engine.module)
-    prepared.share.bytes = file_bytes(prepared.tensors)
+    prepared.share.own = own.collect(wish.data, engine.device, lambda key, value: _store(prepared, key, value))
     return prepared
 
 
@@ -157,7 +235,7 @@ def _note_client(prepared: Prepared) -> None:
     digest = hashlib.sha256(json.dumps(prepared.client).encode()).hexdigest()
     first = meeting.tell(digest)[0]
     if prepared.client is not None and digest != first:
-        prepared.share.client = prepared.client
+        prepared.share.own["client_state"] = prepared.client
 
 
 def _options(optimizer: Optimizer | None) -> list[dict[str, Any]]:
@@ -257,19 +335,14 @@ def _add_modules(prepared: Prepared, model: torch.nn.Module) -> None:
 
 def _store(prepared: Prepared, key: str, tensor: Tensor) -> Stored:
     prepared.tensors.append((key, tensor))
-    return Stored(file=file_of(0), key=key, shape=tuple(tensor.shape), dtype=dtype_name(tensor.dtype))
+    return Stored(file=file_of(meeting.my_rank()), key=key, shape=tuple(tensor.shape), dtype=dtype_name(tensor.dtype))
 
 
-# Writing
+# What is said of it
 
 
-def _write(draft: Draft, nonce: str, prepared: Prepared) -> None:
-    draft.check_shared(nonce)
-    prepared.share.bytes = write_tensors(draft.folder / file_of(meeting.my_rank()), prepared.tensors)
-
-
-def _manifest(engine: Engine, prepared: Prepared, shares: list[Share], nonce: str) -> Manifest:
-    """On rank 0: what all ranks wrote."""
+def _manifest(engine: Engine, prepared: Prepared, shares: list[Share], nonce: str, latest: bool) -> Manifest:
+    """On rank 0: what all ranks write, but for their files."""
     core = engine._core
     parameters = _parameters(core, shares, prepared.frozen)
     return Manifest(
@@ -289,10 +362,14 @@ def _manifest(engine: Engine, prepared: Prepared, shares: list[Share], nonce: st
         scheduler=prepared.scheduler,
         loss_scale=engine._scaler.state() if core.plan.precision.loss_scale is not None else None,
         client_state=prepared.client if prepared.client is not None else {},
-        client_states={rank: share.client for rank, share in enumerate(shares) if share.client is not None},
-        files={file_of(rank): {"bytes": share.bytes} for rank, share in enumerate(shares)},
-        id=nonce,
+        ranks=tuple(share.own for share in shares),
+        files={},
+        save=SaveRecord(id=nonce, at=time.time(), latest=latest),
     )
+
+
+def _with_files(manifest: Manifest, records: list[FileRecord]) -> Manifest:
+    return manifest.model_copy(update={"files": {file_of(rank): record for rank, record in enumerate(records)}})
 
 
 def _version() -> str:

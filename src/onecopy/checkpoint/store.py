@@ -7,6 +7,7 @@
         step00000100/               manifest.json and rank-*.safetensors
         .step00000200.partial/      being written, or left by a save that was killed
         .step00000100.replaced/     the former checkpoint of this tag, while a new one takes its place
+        .step00000000.removed/      one that is no longer wanted, while it is removed
 
 A folder gets a tag's name in one rename, after everything in it is durable; ``latest`` is replaced after that. Whenever
 a save is killed, what ``latest`` names is complete.
@@ -22,11 +23,11 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from onecopy.checkpoint.format import MANIFEST, Manifest, parse
-from onecopy.checkpoint.tensors import sync_folder, write_durably
+from onecopy.checkpoint.format import MANIFEST, Manifest, NewerFormatError, parse
+from onecopy.checkpoint.tensors import sync_folder, write_durably, wrong_size
 from onecopy.errors import CheckpointError
 
-__all__ = ["POINTER", "Draft", "Found", "check_tag", "complete_tags", "find", "human"]
+__all__ = ["POINTER", "Draft", "Found", "check_tag", "complete_tags", "find", "human", "prune"]
 
 POINTER = "latest"
 _TAG = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-+=@]*")
@@ -154,16 +155,40 @@ class Draft:
                 os.rename(self.former, self.target)
 
 
+# Removing
+
+
+def prune(directory: Path, keep: int) -> list[str]:
+    """Remove checkpoints older than the ``keep`` newest complete ones, and what killed saves left; returns the tags.
+
+    What ``latest`` names stays, and so does everything while fewer than ``keep`` are complete. A folder is renamed before
+    it is removed, so that nobody takes what is left of it for a checkpoint.
+    """
+    pointed = (directory / POINTER).read_text(encoding="utf-8").strip()
+    seen = _looked_at(directory)
+    complete = [each for each in seen if not each.problem]
+    if len(complete) < keep:
+        return []
+    oldest = complete[-keep]
+    gone = [each.tag for each in seen if each.when < oldest.when and each.tag != pointed]
+    for tag in gone:
+        os.rename(directory / tag, directory / f".{tag}.removed")
+    sync_folder(directory)
+    for left in (*directory.glob(".*.removed"), *directory.glob(".*.partial")):
+        shutil.rmtree(left)
+    return gone
+
+
 # Finding
 
 
 @dataclass(frozen=True)
 class Found:
-    """A checkpoint that exists: its folder and the text of its manifest."""
+    """A checkpoint that exists: its folder and the text of its manifest. ``notes``: what was passed over, and why."""
 
     folder: Path
     text: str
-    torn: str = ""  # a newer save that was not finished, when nobody chose this one by its tag
+    notes: tuple[str, ...] = ()
     foreign: bool = False  # another library's, of which the text is made up
     here: bool = False  # the folder is the directory that was searched itself
 
@@ -173,27 +198,42 @@ class Found:
         return "" if self.here else self.folder.name
 
 
+@dataclass(frozen=True, order=True)
+class _Seen:
+    """A folder with a manifest: when it was saved, in seconds, and what it lacks, if anything."""
+
+    when: float
+    tag: str
+    problem: str
+    latest: bool
+
+
+def _look_at(folder: Path) -> _Seen:
+    manifest = folder / MANIFEST
+    try:
+        found = parse(manifest.read_text(encoding="utf-8"), str(manifest))
+    except (CheckpointError, OSError, UnicodeDecodeError) as error:
+        when = manifest.stat().st_mtime if manifest.exists() else 0.0
+        problem = str(error) if isinstance(error, CheckpointError) else f"{manifest} cannot be read ({error})"
+        return _Seen(when, folder.name, "" if isinstance(error, NewerFormatError) else problem, True)
+    problems = (wrong_size(folder / name, record) for name, record in found.files.items())
+    return _Seen(found.save.at, folder.name, next(filter(None, problems), ""), found.save.latest)
+
+
+def _looked_at(directory: Path) -> list[_Seen]:
+    """Every folder of ``directory`` that has a manifest, oldest first."""
+    entries = [entry for entry in directory.iterdir() if not entry.name.startswith(".")] if directory.is_dir() else []
+    return sorted(_look_at(entry) for entry in entries if (entry / MANIFEST).is_file())
+
+
 def complete_tags(directory: Path) -> list[str]:
     """Tags of the checkpoints in ``directory`` whose files are all there with their sizes, oldest first."""
-    if not directory.is_dir():
-        return []
-    found = []
-    for entry in directory.iterdir():
-        manifest = entry / MANIFEST
-        if entry.name.startswith(".") or not manifest.is_file():
-            continue
-        try:
-            files = parse(manifest.read_text(), str(manifest)).files
-        except (CheckpointError, OSError, UnicodeDecodeError):
-            continue  # not complete, so not listed
-        sizes = {entry / name: facts["bytes"] for name, facts in files.items()}
-        if all(path.is_file() and path.stat().st_size == size for path, size in sizes.items()):
-            found.append((manifest.stat().st_mtime_ns, entry.name))
-    return [tag for _, tag in sorted(found)]
+    return [seen.tag for seen in _looked_at(directory) if not seen.problem]
 
 
 def find(directory: Path, tag: str | None) -> Found:
-    """The checkpoint ``tag`` of ``directory``, by default the one that ``latest`` names.
+    """The checkpoint ``tag`` of ``directory``; by default the one that ``latest`` names or, where that has lost a file
+    or its manifest, the newest that is complete.
 
     Raises :class:`CheckpointError` that names the path tried and lists the complete checkpoints there.
     """
@@ -205,39 +245,68 @@ def find(directory: Path, tag: str | None) -> Found:
             f"load({str(directory.parent)!r}, tag={directory.name!r})"
         )
     named = tag if tag is not None else _pointed(directory)
-    try:
-        check_tag(named)
-    except CheckpointError as error:
-        said = error if tag is not None else f"{directory / POINTER} says {named!r}, which cannot name a checkpoint"
-        raise CheckpointError(f"nothing to load: {said}. {_listed(directory)}") from error
+    if tag is not None:
+        try:
+            check_tag(named)
+        except CheckpointError as error:
+            raise CheckpointError(f"nothing to load: {error}. {_listed(directory)}") from error
     folder = directory / named
     if not folder.exists() and Draft(directory, named).former.exists():
         # A save was killed after it set the former checkpoint aside and before the new one was in place.
         folder = Draft(directory, named).former
-    path = folder / MANIFEST
     why = f"{directory / POINTER} names {named!r}, but " if tag is None else ""
     if not folder.is_dir():
         raise CheckpointError(f"nothing to load: {why}{folder} does not exist. {_listed(directory)}")
+    if tag is not None:
+        return _read(folder, directory, "")
+    chosen = _look_at(folder)
+    if not chosen.problem:
+        return _read(folder, directory, why, _passed_over(directory, chosen))
+    others = complete_tags(directory)
+    if not others:
+        raise CheckpointError(f"nothing to load: {why}{chosen.problem}. {_listed(directory)}")
+    return _read(directory / others[-1], directory, why, (f"{folder} was skipped: {chosen.problem}",))
+
+
+def _read(folder: Path, directory: Path, why: str, notes: tuple[str, ...] = ()) -> Found:
+    path = folder / MANIFEST
     try:
-        text = path.read_text(encoding="utf-8")
-        return Found(folder, text, _torn(directory, path) if tag is None else "")
+        return Found(folder, path.read_text(encoding="utf-8"), notes)
     except (OSError, UnicodeDecodeError) as error:
         raise CheckpointError(f"nothing to load: {why}{path} cannot be read ({error}). {_listed(directory)}") from error
 
 
-def _torn(directory: Path, manifest: Path) -> str:
-    """The newest save that was begun after ``manifest`` was written, and not finished; nothing where there is none."""
-    since = manifest.stat().st_mtime_ns
-    begun = [(path.stat().st_mtime_ns, str(path)) for path in directory.glob(".*.partial")]
-    return max((found for found in begun if found[0] >= since), default=(0, ""))[1]
+def _passed_over(directory: Path, chosen: _Seen) -> tuple[str, ...]:
+    """What is newer than the checkpoint that ``latest`` names: saves that did not come to their end."""
+    since = (directory / POINTER).stat().st_mtime
+    begun = [(path.stat().st_mtime, str(path)) for path in directory.glob(".*.partial")]
+    torn = max((found for found in begun if found[0] >= since), default=(0, ""))[1]
+    newer = [each for each in _looked_at(directory) if each.when > chosen.when and each.latest]
+    notes = [f"a later save did not come to its end: {torn}"] if torn else []
+    for each in newer[-1:]:
+        said = "is newer and complete" if not each.problem else f"was skipped: {each.problem}"
+        notes.append(f"{directory / each.tag} {said}")
+    return tuple(notes)
 
 
 def _pointed(directory: Path) -> str:
+    """The tag in ``latest``, which is one line."""
     pointer = directory / POINTER
     try:
-        return pointer.read_text(encoding="utf-8").strip()
+        text = pointer.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise CheckpointError(f"nothing to load: {pointer} cannot be read ({error}). {_listed(directory)}") from error
+    named = text.removesuffix("\n")
+    try:
+        check_tag(named)
+    except CheckpointError as error:
+        said = f"{pointer} says {named!r}, which cannot name a checkpoint"
+        raise CheckpointError(f"nothing to load: {said}. {_listed(directory)}") from error
+    if named == text:
+        raise CheckpointError(
+            f"nothing to load: {pointer} is cut off: it says {named!r} and no end of the line. {_listed(directory)}"
+        )
+    return named
 
 
 def _listed(directory: Path) -> str:

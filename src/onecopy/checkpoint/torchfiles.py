@@ -106,10 +106,11 @@ class TorchReader:
                 f"{tuple(tensor.shape)}, {math.prod(shape)} elements of {dtype} from element {offset} on are wanted"
             )
 
-    def read(self, span: Span, start: int, stop: int) -> Tensor:
-        """Elements ``[start, stop)`` of the parameter, which ``span`` has. Do not keep it: it maps the whole file."""
+    def read(self, span: Span, start: int, stop: int, out: Tensor) -> None:
+        """Fill ``out``, flat, with elements ``[start, stop)`` of the parameter, which ``span`` has."""
         tensor, offset = self._find(span)
-        return tensor.detach().reshape(-1)[offset + start - span.start : offset + stop - span.start]
+        first = offset - span.start
+        out.copy_(tensor.detach().reshape(-1)[first + start : first + stop])
 
     def whole(self, stored: Stored) -> Tensor:
         """A tensor that is stored as it is. Do not keep it: it maps the whole file."""

@@ -14,7 +14,21 @@ from onecopy.comm import assembly, watch
 from onecopy.comm.groups import control, world_size
 from onecopy.errors import CheckpointError, HangError, OneCopyError, RankMismatchError
 
-__all__ = ["alike", "all_or_none", "collect", "from_rank0", "meet", "my_rank", "on_any", "same", "tell", "together"]
+__all__ = [
+    "alike",
+    "all_or_none",
+    "collect",
+    "from_rank0",
+    "meet",
+    "my_rank",
+    "on_any",
+    "same",
+    "summary",
+    "tell",
+    "text_of",
+    "together",
+    "world_size",
+]
 
 T = TypeVar("T")
 # How often each thing was met for, under the default group that the store belongs to.
@@ -118,7 +132,7 @@ def all_or_none(make: Callable[[], T]) -> T:
     result, problem = _attempt(make)
     if alike(None if problem is None else "problem") and problem is None:
         return result  # type: ignore[return-value]
-    texts = tell(None if problem is None else _text(problem))
+    texts = tell(None if problem is None else text_of(problem))
     if problem is not None:
         raise problem
     raise next(RankMismatchError(f"rank {rank} failed: {text}") for rank, text in enumerate(texts) if text is not None)
@@ -129,13 +143,13 @@ def together(make: Callable[[], T]) -> T:
     result, problem = _attempt(make)
     if alike(None if problem is None else "problem") and problem is None:
         return result  # type: ignore[return-value]
-    raise CheckpointError(_summary(tell(None if problem is None else _text(problem)))) from problem
+    raise CheckpointError(summary(tell(None if problem is None else text_of(problem)))) from problem
 
 
 def from_rank0(make: Callable[[], T]) -> T:
     """``make()`` of rank 0, on every rank; when it fails there, every rank raises the same :class:`CheckpointError`."""
     result, problem = _attempt(make) if my_rank() == 0 else (None, None)
-    told = [(result, None if problem is None else _text(problem))]
+    told = [(result, None if problem is None else text_of(problem))]
     if world_size() > 1:
         assembly.settle()
         with watch.waiting("a word from rank 0"):
@@ -163,11 +177,12 @@ def _attempt(make: Callable[[], T]) -> tuple[T | None, Exception | None]:
         return None, error
 
 
-def _text(error: Exception) -> str:
+def text_of(error: Exception) -> str:
+    """``error`` as other ranks are told of it."""
     return str(error) if isinstance(error, OneCopyError | OSError) else f"{type(error).__name__}: {error}"
 
 
-def _summary(texts: list[str | None]) -> str:
+def summary(texts: list[str | None]) -> str:
     """What the ranks that failed say, each thing once."""
     ranks: dict[str, list[int]] = {}
     for rank, text in enumerate(texts):

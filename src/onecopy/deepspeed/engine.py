@@ -214,12 +214,15 @@ class DeepSpeedEngine(Engine):
         load_optimizer_states: bool = True,
         load_lr_scheduler_states: bool = True,
         load_module_only: bool = False,
+        custom_load_fn: None = None,
     ) -> tuple[str, dict[str, Any]]:
-        """Load ``load_dir/tag`` (by default the newest complete one); every rank must call it.
+        """Load ``load_dir/tag`` (by default the newest complete one), ours or DeepSpeed's; every rank must call it.
 
         Returns its path and the client state. ``load_module_only``: weights and buffers alone. Where nothing complete
         is found this raises :class:`~onecopy.errors.CheckpointError`, so that no run starts from scratch unasked.
         """
+        if custom_load_fn is not None:
+            raise ConfigError("load_checkpoint(custom_load_fn=...) is not supported: change the model after the load")
         loaded = self.load(
             os.fspath(load_dir),
             str(tag) if tag is not None else None,
@@ -266,6 +269,7 @@ class DeepSpeedEngine(Engine):
                     os.path.join(save_dir, save_filename),
                 )
             return False
+        self.finish_step()
         save_weights(self, save_dir, save_filename, frozen=not exclude_frozen_parameters)
         return True
 

@@ -21,17 +21,21 @@ __all__ = ["State", "frozen", "look", "refuse_unless_alike"]
 @dataclass
 class State:
     """``options`` of the optimizer's groups; ``values``: checksums of the buffers that were written, or may have been;
-    names of parameters that are ``frozen``; ``edits`` of ``p.grad``."""
+    names of parameters that are ``frozen``; ``edits`` of ``p.grad``; ``failed_save``: what went wrong with an asynchronous
+    save, which ranks hear of at different times."""
 
     options: list[dict[str, Any]] = field(default_factory=list)
     values: dict[str, int] = field(default_factory=dict)
     frozen: list[str] = field(default_factory=list)
     edits: list[tuple[Any, ...]] = field(default_factory=list)
+    failed_save: str = ""
 
 
-def look(units: Iterable[UnitRun], options: list[dict[str, Any]], edits: list[tuple[Any, ...]]) -> State:
+def look(
+    units: Iterable[UnitRun], options: list[dict[str, Any]], edits: list[tuple[Any, ...]], failed_save: str
+) -> State:
     """The state of this rank; what was written to parameters so far is taken in."""
-    state = State(options, edits=edits)
+    state = State(options, edits=edits, failed_save=failed_save)
     for weights in (weights for unit in units for weights in unit.weights):
         name, writes = weights.spec.name, weights.writes
         if weights.notice_writes() or (writes.touched and not weights.away):
@@ -56,10 +60,11 @@ def frozen(weights: Weights) -> list[str]:
         return [slot.param.name for slot, param in pairs if not param.requires_grad]
 
 
-def refuse_unless_alike(state: State, units: Iterable[UnitRun]) -> None:
+def refuse_unless_alike(state: State, units: Iterable[UnitRun]) -> bool:
     """Some rank's state is another: raise :class:`RankMismatchError` on every rank that names what differs. Collective.
 
-    A buffer that only some ranks may have written is compared first: it may have been looked at and no more.
+    Returns whether some rank knows of a failed save, which is nothing to refuse the step for. A buffer that only some ranks
+    may have written is compared first: it may have been looked at and no more.
     """
     everyone = meeting.tell(state)
     doubtful = dict.fromkeys(name for theirs in everyone for name in theirs.values)
@@ -76,6 +81,7 @@ def refuse_unless_alike(state: State, units: Iterable[UnitRun]) -> None:
                 raise RankMismatchError(
                     f"ranks disagree about {what}: rank 0 has {one}, rank {rank} has {other}; do the same on every rank"
                 )
+    return any(theirs.failed_save for theirs in everyone)
 
 
 def _facts(state: State) -> Iterator[tuple[str, Any]]:

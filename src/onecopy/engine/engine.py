@@ -14,11 +14,12 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from onecopy.checkpoint.export import Exported, Options, dtype_of, export_engine
-from onecopy.checkpoint.load import Loaded, load
-from onecopy.checkpoint.save import save
+from onecopy.checkpoint.background import Saves
+from onecopy.checkpoint.export import Exported, Options, export_engine
+from onecopy.checkpoint.load import Loaded, Wanted, load
+from onecopy.checkpoint.own import Stateful
+from onecopy.checkpoint.save import Wish, save
 from onecopy.checkpoint.whole import full_state_dict
-from onecopy.cluster import quantity
 from onecopy.comm import assembly, watch
 from onecopy.engine.agreement import look
 from onecopy.engine.build import Core
@@ -28,7 +29,7 @@ from onecopy.engine.precision import LossScaler
 from onecopy.engine.step import raise_at_floor
 from onecopy.engine.ticking import Ticks
 from onecopy.engine.uneven import Shares, uneven
-from onecopy.errors import EngineError
+from onecopy.errors import CheckpointError, EngineError
 from onecopy.plan.plan import Plan
 from onecopy.schedule.predict import LINKS, predict
 
@@ -68,6 +69,7 @@ class Engine(nn.Module):
         self._closed = False
         self._forced_boundary: bool | None = None
         self._measured: dict[str, Any] = {}
+        self._saves = Saves()
         plan, world = core.plan, core.ranks.mesh.world
         shares = plan.batch.accumulation if plan.batch.divide else 1
         core.hooks.gradient_scale = 1.0 / (world * shares)
@@ -170,6 +172,7 @@ class Engine(nn.Module):
         moved = self._step_boundary() if boundary else False
         core.run.flush()
         self.micro_steps += 1
+        self._saves.raise_agreed()
         return moved
 
     def uneven(self, batches: Iterable[T]) -> Iterator[T]:
@@ -214,8 +217,10 @@ class Engine(nn.Module):
     def close(self) -> None:
         """Detach from the model: hooks go, open gradients are dropped, and the parameters may join another engine.
 
-        Parameters that rest whole are ordinary ones from here on; sharded ones stay sharded.
+        Parameters that rest whole are ordinary ones from here on; sharded ones stay sharded. Waits for an asynchronous
+        save; raises :class:`~onecopy.errors.CheckpointError`, closed, when that failed.
         """
+        error = self._saves.wait()
         core = self._core
         self._closed = True
         core.hooks.remove()
@@ -228,6 +233,9 @@ class Engine(nn.Module):
                 weights.detach()
         if all(weights.rest.plain is not None for unit in core.run.units for weights in unit.weights):
             core.tiers.close()  # else the parameters are on disk, whose files go when they do
+        self._saves.release()
+        if error:
+            raise CheckpointError(error)
 
     def __getstate__(self) -> Any:
         raise EngineError(
@@ -296,7 +304,8 @@ class Engine(nn.Module):
         gradient = {memory.tier: memory.live["gradient"] for memory in core.tiers.all}
         # Gradients are too large by the loss scale, and too small where ranks had no data.
         scale = self._scaler.scale / self._shares.take()
-        state = look(core.run.units, core.tiles.options() if core.tiles is not None else [], stepper.edits)
+        options = core.tiles.options() if core.tiles is not None else []
+        state = look(core.run.units, options, stepper.edits, self._saves.failure())
         verdict = stepper.agree(scale, core.rounds.late(), state)
         if any(verdict.late):
             stepper.refuse_early("gradients came after their unit was sent")
@@ -329,6 +338,7 @@ class Engine(nn.Module):
         core.ledger.close_step()
         for memory in core.tiers.all:
             memory.reset_peak()
+        self._saves.agreed = verdict.save_failed
         return verdict.finite
 
     # Whole values, and checkpoints
@@ -348,6 +358,9 @@ class Engine(nn.Module):
         tag: str | None = None,
         client_state: dict[str, Any] | None = None,
         *,
+        data: Stateful | None = None,
+        keep_last: int | None = None,
+        asynchronous: bool = False,
         latest: bool = True,
         patience: float | None = None,
         frozen: bool = True,
@@ -355,16 +368,22 @@ class Engine(nn.Module):
         """Write a checkpoint of all that training goes on from; returns its folder, ``directory/tag``. Collective.
 
         ``tag``: default ``step<global_steps>``; a checkpoint that has it already is replaced. ``client_state``: a dict
-        of JSON values that :meth:`load` returns. ``latest``: make it the one that :meth:`load` picks. ``patience``:
-        seconds to wait for ranks that have not called it (default: the job's, see :func:`onecopy.initialize`). What is
-        written is visible only once it is complete and durable. ``frozen=False``: without parameters that need no gradient,
-        for models whose base is kept elsewhere; loading it is ``strict=False``. See ``docs/checkpoint.md``.
+        of JSON values that :meth:`load` returns. ``data``: a loader or sampler with ``state_dict()``, for :meth:`load`.
+        ``keep_last``: afterwards remove all but so many of the newest complete checkpoints. ``asynchronous``: return once
+        there is a copy in host memory, and write that while training goes on. ``latest``: make it the one that :meth:`load`
+        picks. ``patience``: seconds to wait for ranks that have not called it (default: the job's, see
+        :func:`onecopy.initialize`). ``frozen=False``: without parameters that need no gradient, for models whose base is
+        kept elsewhere; it is loaded with ``strict=False``. What is written is visible only once it is complete and durable.
+        See ``docs/checkpoint.md``.
 
         Raises :class:`~onecopy.errors.CheckpointError` on every rank, with nothing left behind and what was there
-        intact, when one rank cannot write, and in the middle of an accumulation window.
+        intact, when one rank cannot write, and in the middle of an accumulation window. Of an asynchronous save that
+        fails later, it is raised by the next :meth:`step` that ends a window (which is taken), :meth:`save`, :meth:`load` or
+        :meth:`close`.
         """
         self.finish_step()
-        return save(self, directory, tag, client_state, latest, patience, frozen)
+        wish = Wish(client_state, data, latest, keep_last, asynchronous, frozen)
+        return save(self, directory, tag, wish, patience)
 
     def load(
         self,
@@ -373,6 +392,8 @@ class Engine(nn.Module):
         *,
         optimizer_states: bool = True,
         scheduler_states: bool = True,
+        random_states: bool | None = None,
+        data: Stateful | None = None,
         strict: bool = True,
         patience: float | None = None,
     ) -> Loaded:
@@ -380,15 +401,18 @@ class Engine(nn.Module):
         Collective.
 
         The number of ranks, the plan and the precision may be others than those it was saved with. Without
-        ``optimizer_states`` moments, group options, loss scale and step counts stay as they are, without
-        ``scheduler_states`` schedule and learning rates. ``strict=False`` loads what matches and warns of the rest,
-        which is in ``.differences`` of the result.
+        ``optimizer_states`` moments, group options, loss scale, step counts and random states stay as they are, without
+        ``scheduler_states`` schedule and learning rates. ``random_states``: whether torch's, Python's and numpy's random
+        generators go on as they would have. ``data``: goes on from where the one given to :meth:`save` was.
+        ``strict=False`` loads what matches and warns of the rest, which is in ``.differences`` of the result.
 
         Raises :class:`~onecopy.errors.CheckpointError` on every rank when there is no such checkpoint, a file is
-        missing or damaged, or the model is another one; the engine is then as it was.
+        missing or damaged, or the model is another one. The engine is then as it was; or, when the damage is inside a file,
+        it refuses to step or save until a checkpoint is loaded.
         """
         self.finish_step()
-        return load(self, directory, tag, optimizer_states, scheduler_states, strict, patience)
+        wanted = Wanted(optimizer_states, scheduler_states, strict, random_states, data)
+        return load(self, directory, tag, wanted, patience)
 
     def export(
         self,
@@ -409,9 +433,9 @@ class Engine(nn.Module):
         Raises :class:`~onecopy.errors.CheckpointError` on every rank, with nothing left behind, when rank 0 cannot write or
         there are weights already.
         """
-        size = quantity(max_shard_size, "max_shard_size", size=True) if isinstance(max_shard_size, str) else max_shard_size
-        folder = os.fspath(model_dir) if model_dir is not None else None
-        return export_engine(self, directory, Options(dtype_of(dtype), size, folder), patience)
+        self.finish_step()
+        folder = None if model_dir is None else os.fspath(model_dir)
+        return export_engine(self, directory, Options.of(dtype, max_shard_size, model_dir=folder), patience)
 
     def _refuse_strangers(self) -> None:
         """A parameter that joined the model after initialize would never be stepped."""

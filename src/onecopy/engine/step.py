@@ -34,12 +34,14 @@ __all__ = ["Stepper", "Verdict"]
 
 class Verdict:
     """What all ranks agreed on before a step: the global norm of the unscaled gradients, whether it is finite, for each
-    buffer which of its parameters some rank used, and for which units some rank has gradients that it has not sent."""
+    buffer which of its parameters some rank used, for which units some rank has gradients that it has not sent, and whether
+    some rank knows that an asynchronous save has failed."""
 
-    def __init__(self, norm: float, used: dict[str, list[bool]], late: list[bool]) -> None:
+    def __init__(self, norm: float, used: dict[str, list[bool]], late: list[bool], save_failed: bool = False) -> None:
         self.norm = norm
         self.used = used
         self.late = late
+        self.save_failed = save_failed
 
     @property
     def finite(self) -> bool:
@@ -88,16 +90,18 @@ class Stepper:
         kind = self._clip.norm_type
         part = self._part(kind)
         own = _number_of(state)
-        flags = [float(own), float(_LARGEST - own), *(float(unsent) for unsent in late)]
+        flags = [float(own), float(_LARGEST - own), *(float(flag) for flag in late)]
         flags += [float(used) for gradients in self._buffers for used in gradients.marks.used]
         ballot = torch.tensor([part, *flags], dtype=torch.float64, device="cpu")
         if self._world is not None:
             self._world.all_reduce(ballot, "vote", dist.ReduceOp.MAX if kind == math.inf else dist.ReduceOp.SUM)
         total, one, other, *counts = ballot.tolist()
+        failed = bool(state.failed_save)
         if (one + other != _LARGEST) if kind == math.inf else (one != own * self._ranks.mesh.world):
-            refuse_unless_alike(state, self._run.units)
+            failed = refuse_unless_alike(state, self._run.units)
         norm = total if kind == math.inf else _root(total, kind)
-        return Verdict(norm / scale, self._flags(counts[len(late) :]), [count > 0 for count in counts[: len(late)]])
+        unsent = [count > 0 for count in counts[: len(late)]]
+        return Verdict(norm / scale, self._flags(counts[len(late) :]), unsent, failed)
 
     def _part(self, kind: float) -> float:
         """This rank's share: the largest element, or the sum of ``|g| ** kind``."""

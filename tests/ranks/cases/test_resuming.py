@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import DistributedSampler
 
@@ -190,16 +189,12 @@ class Loop:
             lines.append((engine.lr(), engine.loss_scale, engine.skipped_steps, engine.global_steps, losses, digest))
         return lines
 
-    def state(self) -> dict[str, Any]:
-        """What a user keeps of the loop: the position, and every rank's random state, as plain numbers."""
-        states: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(states, torch.get_rng_state().tolist())
-        return {"epoch": self.place.epoch, "position": self.place.position, "random": states}
+    def state_dict(self) -> dict[str, Any]:
+        """What a data loader keeps: the position."""
+        return {"epoch": self.place.epoch, "position": self.place.position}
 
-    def restore(self, state: dict[str, Any], random: bool = True) -> None:
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         self.place = Place(state["epoch"], state["position"])
-        if random:
-            torch.set_rng_state(torch.tensor(state["random"][dist.get_rank()], dtype=torch.uint8))
 
 
 MOVING = LossScale(initial=2.0**19, window=2)
@@ -241,7 +236,7 @@ def ten_straight(rank: int, world: int, folder: str) -> dict[str, Any]:
     for name, make in loops(rank, world, 0).items():
         loop = make()
         first = loop.run(5)
-        loop.engine.save(f"{folder}/{name}", client_state=loop.state())
+        loop.engine.save(f"{folder}/{name}", data=loop)
         out[name] = first, loop.run(5), everything(loop.engine, STATES)
         loop.engine.close()
     return out
@@ -251,7 +246,7 @@ def five_more(rank: int, world: int, folder: str, random: bool) -> dict[str, Any
     out = {}
     for name, make in loops(rank, world, 50).items():
         loop = make()
-        loop.restore(loop.engine.load(f"{folder}/{name}"), random)
+        loop.engine.load(f"{folder}/{name}", data=loop, random_states=random)
         out[name] = loop.run(5), everything(loop.engine, STATES)
         loop.engine.close()
     return out
@@ -266,7 +261,7 @@ def fresh_processes() -> None:
 def test_ten_steps_are_five_and_five_in_new_processes(tmp_path: Path, world: int) -> None:
     """Dropout, shuffled data stopped within an epoch, a cosine, a loss scale that moves: rates, scales, skipped
     steps, losses, random states, weights and moments of steps 6 to 10 are bit-equal after a restart. Adds new processes,
-    dropout and data to what holds for engines; the position and the random states go through ``client_state``. (row 54)"""
+    dropout and data to what holds for engines; the position goes through ``data=``. (row 54)"""
     straight = run_ranks(ten_straight, world, str(tmp_path))
     fresh_processes()
     again = run_ranks(five_more, world, str(tmp_path), True)

@@ -19,6 +19,7 @@ import torch.distributed as dist
 import onecopy
 import onecopy.deepspeed as deepspeed
 from onecopy.checkpoint import store
+from onecopy.checkpoint.format import seal
 from onecopy.errors import CheckpointError, OneCopyError
 from tests.ranks import models
 from tests.ranks.cases.everywhere import everywhere, json_plans, said, values
@@ -449,7 +450,7 @@ def other_version(rank: int, world: int, folder: str) -> list[str]:
         manifest["library"] = {"onecopy": "9.9.9", "torch": "9.0", "new": "1"}
         manifest["parameters"]["emb.weight"]["new_field"] = [1, 2]
         manifest["plan"] = {"text": "Plan(unknown)", "accumulation": 1}
-        path.write_text(json.dumps(manifest))
+        path.write_text(seal(manifest))
     dist.barrier()
     step(engine, 1, rank, "gpt")
     engine.load(folder, "good")
