@@ -220,8 +220,7 @@ def _prepare(engine: Engine, tag: str, wish: Wish) -> Prepared:
     for unit in core.run.units:
         for weights in unit.weights:
             weights.notice_writes()
-            if wish.frozen or weights.spec.trainable:
-                _add_weights(prepared, core, weights)
+            _add_weights(prepared, core, weights)
     if core.ranks.rank == 0:
         _add_modules(prepared, engine.module)
     prepared.share.own = own.collect(wish.data, engine.device, lambda key, value: _store(prepared, key, value))
@@ -270,9 +269,9 @@ def _add_weights(prepared: Prepared, core: Core, weights: Weights) -> None:
     """The parameters of one buffer, and the optimizer's states of them."""
     low, high = _owned(core, weights)
     base = weights.stepped()[0]
-    for slot in weights.spec.layout.slots:
+    for slot, param in zip(weights.spec.layout.slots, weights.params, strict=True):
         part = slot.local(low, high)
-        if part is not None:
+        if part is not None and (prepared.frozen or param.requires_grad):
             values = part_of(weights.state, part[0] - base, part[1] - base)
             _add(prepared, slot.param.name, "weight", values, part[0] - slot.start)
     if core.tiles is None:
@@ -345,7 +344,7 @@ def _store(prepared: Prepared, key: str, tensor: Tensor) -> Stored:
 def _manifest(engine: Engine, prepared: Prepared, shares: list[Share], nonce: str, latest: bool) -> Manifest:
     """On rank 0: what all ranks write, but for their files."""
     core = engine._core
-    parameters = {n: p for n, p in _parameters(core, shares).items() if prepared.frozen or p.trainable}
+    parameters = _parameters(core, shares, prepared.frozen)
     return Manifest(
         format=VERSION,
         library={"onecopy": _version(), "torch": str(torch.__version__)},
@@ -391,7 +390,7 @@ def _provenance(core: Core) -> dict[str, Any]:
     }
 
 
-def _parameters(core: Core, shares: list[Share]) -> dict[str, Parameter]:
+def _parameters(core: Core, shares: list[Share], frozen: bool) -> dict[str, Parameter]:
     spans: dict[str, dict[str, list[Span]]] = {}
     dtypes: dict[tuple[str, str], str] = {}
     for rank, share in enumerate(shares):
@@ -402,6 +401,8 @@ def _parameters(core: Core, shares: list[Share]) -> dict[str, Parameter]:
     specs = {slot.param.name: buffer for buffer in core.schedule.buffers for slot in buffer.layout.slots}
     found = {}
     for param, names in core.names.items():
+        if not (frozen or param.requires_grad):
+            continue
         name = names[0]
         scalars = _scalars(name, shares)
         spec = specs.get(name)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from onecopy.checkpoint.export import save_weights
-from onecopy.checkpoint.save import Wish, save
+from onecopy.deepspeed.client_state import pack, unpack
 from onecopy.deepspeed.comm import get_local_rank
 from onecopy.deepspeed.runtime.base_optimizer import ZeROOptimizer
 from onecopy.engine.engine import Engine
@@ -42,6 +42,7 @@ class DeepSpeedEngine(Engine):
     settings: Settings
     _shown: ZeROOptimizer | None = None
     _moved: bool = False
+    overflow: bool = False  # was the last window skipped, because a gradient was not finite?
 
     @property
     def optimizer(self) -> torch.optim.Optimizer | None:
@@ -76,7 +77,10 @@ class DeepSpeedEngine(Engine):
 
     def step(self, *_: Any, **__: Any) -> bool:
         """End a micro-batch; see :meth:`onecopy.engine.engine.Engine.step`. Arguments have no effect."""
+        done, skipped = self.global_steps, self.skipped_steps
         self._moved = super().step()
+        if self.global_steps > done:
+            self.overflow = self.skipped_steps > skipped
         return self._moved
 
     def was_step_applied(self) -> bool:
@@ -192,13 +196,14 @@ class DeepSpeedEngine(Engine):
     ) -> bool:
         """Save everything to ``save_dir/tag`` (by default ``global_step<N>``); every rank must call it.
 
-        ``client_state``: plain values that :meth:`load_checkpoint` gives back. ``save_latest``: also make it the one
-        that a load without a tag finds. ``exclude_frozen_parameters``: a load then needs ``load_module_strict=False``, and
-        leaves them as they are. Returns True; raises :class:`~onecopy.errors.CheckpointError` on every rank.
+        ``client_state``: tensors and plain values, in containers, that :meth:`load_checkpoint` gives back.
+        ``save_latest``: also make it the one that a load without a tag finds. ``exclude_frozen_parameters``: leave out
+        what needs no gradient; such a checkpoint is loaded with ``load_module_strict=False``. Returns True; raises
+        :class:`~onecopy.errors.CheckpointError` on every rank.
         """
         named = str(tag) if tag is not None else f"global_step{self.global_steps}"
-        self.finish_step()
-        save(self, save_dir, named, Wish(client_state, latest=save_latest, frozen=not exclude_frozen_parameters), None)
+        frozen = not exclude_frozen_parameters
+        self.save(os.fspath(save_dir), named, client_state=pack(client_state), latest=save_latest, frozen=frozen)
         return True
 
     def load_checkpoint(
@@ -225,7 +230,7 @@ class DeepSpeedEngine(Engine):
             scheduler_states=load_lr_scheduler_states and not load_module_only,
             strict=load_module_strict,
         )
-        return loaded.path, dict(loaded)
+        return loaded.path, unpack(dict(loaded))
 
     def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Tensor] | None:
         """Whole weights by name on rank 0's host, in the dtype they compute in; None on the other ranks. Collective.
@@ -257,8 +262,7 @@ class DeepSpeedEngine(Engine):
         False, with nothing written, where the configuration cuts parameters over ranks (stage 3) and its
         ``stage3_gather_16bit_weights_on_model_save`` is not true.
         """
-        cut = not all(rule.row.parameter.rest.replicated for rule in self.plan.rules)
-        if cut and not self.zero_gather_16bit_weights_on_model_save():
+        if self.zero_optimization_partition_weights() and not self.zero_gather_16bit_weights_on_model_save():
             if self.settings.rank == 0:
                 _logger.warning(
                     "%s is not written: zero_optimization.stage3_gather_16bit_weights_on_model_save is not true",

@@ -363,6 +363,7 @@ class Engine(nn.Module):
         asynchronous: bool = False,
         latest: bool = True,
         patience: float | None = None,
+        frozen: bool = True,
     ) -> str:
         """Write a checkpoint of all that training goes on from; returns its folder, ``directory/tag``. Collective.
 
@@ -371,8 +372,9 @@ class Engine(nn.Module):
         ``keep_last``: afterwards remove all but so many of the newest complete checkpoints. ``asynchronous``: return once
         there is a copy in host memory, and write that while training goes on. ``latest``: make it the one that :meth:`load`
         picks. ``patience``: seconds to wait for ranks that have not called it (default: the job's, see
-        :func:`onecopy.initialize`). What is written is visible only once it is complete and durable. See
-        ``docs/checkpoint.md``.
+        :func:`onecopy.initialize`). ``frozen=False``: without parameters that need no gradient, for models whose base is
+        kept elsewhere; it is loaded with ``strict=False``. What is written is visible only once it is complete and durable.
+        See ``docs/checkpoint.md``.
 
         Raises :class:`~onecopy.errors.CheckpointError` on every rank, with nothing left behind and what was there
         intact, when one rank cannot write, and in the middle of an accumulation window. Of an asynchronous save that
@@ -380,7 +382,7 @@ class Engine(nn.Module):
         :meth:`close`.
         """
         self.finish_step()
-        wish = Wish(client_state, data, latest, keep_last, asynchronous)
+        wish = Wish(client_state, data, latest, keep_last, asynchronous, frozen)
         return save(self, directory, tag, wish, patience)
 
     def load(
