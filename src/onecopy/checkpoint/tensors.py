@@ -9,9 +9,8 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -51,7 +50,6 @@ _WRITEBACK = 16 << 20  # bytes that the disk is given to write at once
 _KEPT = 16  # chunks
 _AHEAD = 16 << 20  # bytes that the disk is asked for before they are wanted
 _PART = 1 << 20  # elements that are converted at once
-_LARGE = 1 << 16  # bytes whose checksum takes longer than it takes to hand them to a thread
 
 
 @dataclass(frozen=True)
@@ -131,39 +129,17 @@ def file_bytes(tensors: Sequence[tuple[str, Tensor | Later]]) -> int:
     return len(header) + sum(tensor.numel() * tensor.element_size() for tensor in order)
 
 
-class _Sums:
-    """Checksums taken on a thread while this one waits for the disk or copies; small ones here, and at once."""
-
-    def __init__(self) -> None:
-        self._pool: ThreadPoolExecutor | None = None  # not before there is a use for it
-
-    def start(self, data: memoryview, before: int = 0) -> Future[int]:
-        """Begin to take the CRC-32 of ``data``, behind bytes whose own was ``before``."""
-        if len(data) >= _LARGE:
-            self._pool = self._pool or ThreadPoolExecutor(1, "onecopy-checksums")
-            return self._pool.submit(crc32, data, before)
-        done: Future[int] = Future()
-        done.set_result(crc32(data, before))
-        return done
-
-    def close(self) -> None:
-        """End the thread."""
-        if self._pool is not None:
-            self._pool.shutdown()
-            self._pool = None
-
-
 class Writer:
     """One safetensors file while it is written: the header at once, then the tensors in the order of the header.
 
-    Every chunk's checksum is taken while its bytes are written, and the disk is set to work on what is written so far, so
-    that the wait for it at the end is short and the page cache holds little.
+    Every chunk's checksum is taken as its bytes go by, while they are in the processor's cache, and the disk is set to
+    work on what is written so far, so that the wait for it at the end is short and the page cache holds little.
     """
 
     def __init__(self, path: Path, tensors: Sequence[tuple[str, Tensor | Later]]) -> None:
         header, self.left = _layout(tensors)
         self._sums: list[str] = []
-        self._sum, self._adder = 0, _Sums()
+        self._sum = 0
         self._at = self._started = 0
         # Called after every 16 MiB.
         self.progress: Callable[[], None] = lambda: None
@@ -194,7 +170,6 @@ class Writer:
     def close(self) -> None:
         """Let go of the file as it is. Does nothing after :meth:`finish`."""
         self._file.close()
-        self._adder.close()
 
     def _write(self, count: int) -> None:
         for _ in range(count):
@@ -206,9 +181,8 @@ class Writer:
     def _put(self, data: memoryview) -> None:
         while len(data):
             part = data[: CHUNK - self._at % CHUNK]
-            coming = self._adder.start(part, self._sum)
             self._file.write(part)
-            self._sum = coming.result()
+            self._sum = crc32(part, self._sum)
             self._at += len(part)
             if self._at % CHUNK == 0:
                 self._sums.append(f"{self._sum:08x}")
@@ -269,7 +243,6 @@ class Reader:
         self.files = files
         self._open: dict[str, _Opened] = {}
         self._kept: OrderedDict[tuple[str, int], Tensor] = OrderedDict()
-        self._adder = _Sums()
 
     def check_file(self, name: str) -> None:
         """Raise :class:`CheckpointError` when the file is missing or is not as long as it was when it was written."""
@@ -326,7 +299,6 @@ class Reader:
             opened.file.close()
         self._open.clear()
         self._kept.clear()
-        self._adder.close()
 
     def _file(self, name: str) -> _Opened:
         if name not in self._open:
@@ -356,7 +328,6 @@ class Reader:
         """Fill ``out`` with the file's bytes from ``start`` on, checked; those of whole chunks are read to it directly."""
         size, stop = self.files[name].chunk, start + out.numel()
         at = ahead = start
-        coming: deque[tuple[int, Future[int]]] = deque()
         while at < stop:
             if ahead < stop and at + _AHEAD // 2 >= ahead and hasattr(os, "posix_fadvise"):
                 # The disk reads on while checksums are taken; of this range and no further.
@@ -365,11 +336,9 @@ class Reader:
             chunk = at // size
             end = min((chunk + 1) * size, stop)
             if end - at == size:
-                coming.append((chunk, self._adder.start(self._read_chunk(name, chunk, out[at - start : end - start]))))
+                self._chunk(name, chunk, out[at - start : end - start])
             else:
                 out[at - start : end - start] = self._edge(name, chunk)[at - chunk * size : end - chunk * size]
-            while len(coming) > 2 or (coming and end == stop):
-                self._compare(name, *coming.popleft())
             at = end
 
     def _edge(self, name: str, chunk: int) -> Tensor:
@@ -381,33 +350,23 @@ class Reader:
         self._kept.move_to_end((name, chunk))
         return self._kept[name, chunk]
 
-    def _chunk(self, name: str, chunk: int) -> Tensor:
-        """All bytes of a chunk, checked."""
+    def _chunk(self, name: str, chunk: int, into: Tensor | None = None) -> Tensor:
+        """All bytes of a chunk. Raises :class:`CheckpointError` when they are not those that were written."""
         record = self.files[name]
-        out = torch.empty(min(record.chunk, record.bytes - chunk * record.chunk), dtype=torch.uint8)
-        self._compare(name, chunk, self._adder.start(self._read_chunk(name, chunk, out)))
-        return out
-
-    def _read_chunk(self, name: str, chunk: int, out: Tensor) -> memoryview:
-        """Read a chunk to ``out``; returns its memory."""
-        low, buffer, got = chunk * self.files[name].chunk, out.numpy().data, 0
-        while got < len(buffer):
+        low, high = chunk * record.chunk, min((chunk + 1) * record.chunk, record.bytes)
+        into = torch.empty(high - low, dtype=torch.uint8) if into is None else into
+        buffer, got = into.numpy().data, 0
+        while got < high - low:
             count = os.preadv(self._open[name].file.fileno(), [buffer[got:]], low + got)
             if not count:
-                whole = self.files[name].bytes
-                raise CheckpointError(f"{self.folder / name} is damaged: it ends at byte {low + got} of {whole}")
+                raise CheckpointError(f"{self.folder / name} is damaged: it ends at byte {low + got} of {record.bytes}")
             got += count
-        return buffer
-
-    def _compare(self, name: str, chunk: int, sum_found: Future[int]) -> None:
-        """Raise :class:`CheckpointError` when the bytes of a chunk are not those that were written."""
-        record, found = self.files[name], f"{sum_found.result():08x}"
-        low, written = chunk * record.chunk, record.sum_of(chunk)
+        found, written = f"{crc32(buffer):08x}", record.sum_of(chunk)
         if found != written:
-            high = min(low + record.chunk, record.bytes)
             raise CheckpointError(
                 f"{self.folder / name} is damaged: bytes {low} to {high} have checksum {found}, {written} was written"
             )
+        return into
 
 
 @dataclass
