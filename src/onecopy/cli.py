@@ -246,6 +246,7 @@ def show(
     """Print a ready-made file; its _why keys say when to use it."""
     typer.echo(show_config(name, auto, write))
 app.command()(checkpoints.export)
+app.add_typer(checkpoints.app, name="checkpoint")
 
 
 def _bytes(option: str, text: str | None) -> int | None:

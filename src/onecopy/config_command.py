@@ -58,6 +58,8 @@ def _show(source: str, found: Explained, console: Console) -> None:
         lines = [line for line in found.lines if line.verdict == verdict]
         if lines:
             table = Table(title=f"{verdict}: {means}", title_justify="left", show_header=False, padding=(0, 1))
+            for _ in range(3):
+                table.add_column(overflow="fold")
             for line in lines:
                 table.add_row(f"{line.key}", shown(line.value), line.says)
             console.print(table)

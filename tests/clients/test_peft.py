@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from tests.ranks.harness import run_ranks
 pytestmark = [pytest.mark.clients, needs("transformers", "accelerate", "peft")]
 
 STEPS = 4
-BASE = 23584 * 4  # bytes of the frozen base in fp32
+BASE = 22688 * 4  # bytes of the frozen base in fp32
 ADAPTERS = 2 * 2 * 4 * 32 + 2 * 4 * 32 + 2 * 4 * 16  # elements: A and B of q_proj and v_proj in two layers, r = 4
 
 
@@ -67,6 +68,8 @@ def adapters(rank: int, world: int, folder: Path) -> dict[str, Any]:
         shapes = {tuple(value.shape) for value in saved.values()}
         assert len(saved) == 8 and shapes == {(4, 32), (32, 4), (16, 4)}, "whole and under the adapter's own names"
         assert all(name.startswith("base_model.model.model.layers.") for name in saved)
+        manifest = json.loads((folder / name / "checkpoint-2" / "global_step2" / "manifest.json").read_text())
+        assert len(manifest["parameters"]) == 8, "the base is not in the checkpoint"
         resumed = told(one_run(folder / name, folder / "model", config, resume=True))
         found[name] = told(trainer), resumed, engine.measured()["resident"]
     return found

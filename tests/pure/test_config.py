@@ -122,10 +122,20 @@ def test_a_key_under_two_names_is_refused_and_under_its_other_name_is_known() ->
     assert "given twice" in refused(both)
 
 
-def test_flat_dotted_names_pass_only_where_the_nested_key_does_nothing_either() -> None:
-    plan = load_config({"zero_optimization.reduce_bucket_size": 0.9 * 64 * 64})
-    assert any("zero_optimization.reduce_bucket_size" in note for note in plan.notes)
-    assert "belongs inside the section 'zero_optimization'" in refused({"zero_optimization.stage": 3})
+def test_flat_dotted_names_are_read_as_the_path_they_spell() -> None:
+    flat = {"zero_optimization.stage": 3, "zero_optimization.reduce_bucket_size": 0.9 * 64 * 64}
+    plan = load_config(flat | {"zero_optimization.offload_optimizer.device": "cpu"})
+    assert plan.rules == load_config({"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}}}).rules
+    both = load_config({"zero_optimization": {"stage": 3, "prefetch_bucket_size": "auto"}, "zero_optimization.stage": 2})
+    assert both.rules == stage(2).rules and "'zero_optimization.stage' takes the place of 3 in its section" in both.notes
+    assert "did you mean zero_optimization.stage" in refused({"zero_optimization.stge": 3})
+    assert "is no section" in refused({"zero_optimization": 1, "zero_optimization.stage": 3})
+
+
+def test_sections_of_other_programs_are_named_in_one_line() -> None:
+    plan = load_config({"msamp": {"enabled": True}, "comms_config": {}, "monitor_config": {"tensorboard": {}}})
+    (note,) = plan.notes
+    assert note.startswith("comms_config, monitor_config, msamp do nothing: the section of another program")
 
 
 def test_keys_are_strings() -> None:

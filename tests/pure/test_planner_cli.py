@@ -14,8 +14,10 @@ import onecopy
 from onecopy import cli, gpt
 from onecopy.plan.config import load_config
 from onecopy.planner.activations import trace
+from onecopy.planner.report import human_gb
 from onecopy.planner.sources import guess_inputs
 from onecopy.planner.subject import facts_from_model
+from onecopy.templates import template, with_auto
 
 pytestmark = pytest.mark.pure
 
@@ -75,6 +77,33 @@ def test_what_is_shown(plan: Cli) -> None:
         assert words in " ".join(out.split())
     code, out, err = plan("--params", "7B", "--gpus", "4", "--gpu", "24GB", "--host-memory", "128GB", "--json")
     assert code == 0 and json.loads(out)["change"]["fits"] and "does not fit by" in " ".join(err.split())
+
+
+def test_rules_of_thumb_stand_beside_with_what_they_miss(plan: Cli) -> None:
+    """7 billion parameters on 8 ranks: 42 and 18 GB by the rules, and the bytes of what those have no term for."""
+    two, three = (plan.json("--params", "7B", "--gpus", "8", "--stage", stage) for stage in ("2", "3"))
+    assert "42.00 GB on a rank" in two["others"][0] and "master weights (3.50 GB)" in two["others"][0]
+    assert "gradients whole: 12.25 GB too many" in two["others"][0]
+    gathered = two["others"][0].count("gathered parameters"), three["others"][0].count("gathered parameters")
+    assert "18.20 GB on a rank" in three["others"][0] and gathered == (0, 1)
+    for found in (two, three):
+        assert f"activations ({human_gb(found['per_rank']['device']['activations'])})" in found["others"][0]
+        assert f"a peak of {human_gb(found['per_rank']['device']['peak'])} here" in found["others"][0]
+    host = plan.json("--params", "7B", "--gpus", "8", "--config", "zero2_offload")["others"][0]
+    assert host.endswith("it knows no offload")
+
+
+def test_a_file_may_leave_to_the_options_what_it_says_auto_of(plan: Cli, tmp_path: Path) -> None:
+    path = tmp_path / "ds.json"
+    path.write_text(json.dumps(with_auto(template("zero2"))))
+    found = plan.json("--params", "7B", "--gpus", "8", "--config", str(path), "--batch-size", "3", "--accumulation", "2")
+    assert (found["plan"]["batch_size"], found["plan"]["accumulation"], found["plan"]["dtype"]) == (3, 2, "bfloat16")
+    assert any("train_micro_batch_size_per_gpu 3" in line for line in found["assumptions"])
+    told = ("--dtype", "fp32", "--set", "zero_optimization.stage=3")
+    half = plan.json("--params", "7B", "--gpus", "8", "--config", str(path), *told)
+    assert (half["plan"]["dtype"], half["plan"]["stage"]) == ("float32", 3)
+    code, _, err = plan("--params", "7B", "--config", str(path), "--dtype", "fp16")
+    assert code == 2 and "add the section 'fp16'" in err
 
 
 def test_compare(plan: Cli) -> None:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import onecopy
 import onecopy.deepspeed as deepspeed
+from onecopy.errors import ConfigError
 from onecopy.plan.explain import explain
 from onecopy.plan.reading import override
 from onecopy.templates import NAMES, template
@@ -76,7 +77,6 @@ IDLE = {
     },
     "fp16, stage 3, all offloaded": {
         "pin_memory", "overlap_comm", "contiguous_gradients", "stage3_max_live_parameters", "stage3_max_reuse_distance",
-        "stage3_gather_16bit_weights_on_model_save",
     },
     "stage 3, nvme": {"buffer_count", "fast_readwrite"},
 }  # fmt: skip
@@ -196,7 +196,7 @@ def trained(rank: int, world: int, files: dict[str, dict[str, Any]], folder: str
 def test_every_file_trains_a_step_and_one_line_names_what_does_nothing(tmp_path: Path) -> None:
     """In fp32 the weights of plain torch, in the file's own precision a step; what has no effect is one line on rank 0."""
     files = {**FOUND, **{name: template(name) for name in NAMES}}
-    first, second = run_ranks(trained, 2, files, str(tmp_path), timeout=120)
+    first, second = run_ranks(trained, 2, files, str(tmp_path), timeout=240)
     for name in files:
         (gap, went), said = first[name]
         assert gap <= 1e-5, name
@@ -213,3 +213,22 @@ def test_check_explains_every_key(name: str) -> None:
     assert found.ok and not found.reading.open
     assert {line.key.rpartition(".")[2] for line in found.lines if line.verdict == "no effect"} == IDLE[name]
     assert {line.verdict for line in found.lines} <= {"honoured", "no effect", "off"}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_auto_is_what_the_model_and_the_optimizer_are(dtype: torch.dtype) -> None:
+    """``fp16.enabled`` and ``bf16.enabled`` are the model's dtype, the optimizer's arguments those of the one passed."""
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": 1,
+        "fp16": {"enabled": "auto"},
+        "bf16": {"enabled": "auto"},
+        "optimizer": {"type": "SGD", "params": {"lr": "auto"}},
+    }
+    model = models.build("toy").to(dtype)
+    with pytest.raises(ConfigError, match=r"still 'auto', and nothing here says what it is: optimizer\.params\.lr$"):
+        deepspeed.initialize(model=model, config=config)
+    engine, *_ = deepspeed.initialize(model=model, config=config, optimizer=torch.optim.SGD(model.parameters(), lr=0.25))
+    assert engine.bfloat16_enabled() == (dtype == torch.bfloat16)
+    assert engine.fp16_enabled() == (dtype == torch.float16)
+    assert any("optimizer.params.lr 0.25" in note for note in engine.plan.notes)
+    engine.destroy()

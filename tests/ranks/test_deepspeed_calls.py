@@ -222,6 +222,13 @@ def start(stage: int) -> deepspeed.DeepSpeedEngine:
 def save_and_resume(rank: int, world: int, folder: str, stage: int, other: int) -> None:
     engine = start(stage)
     advance(engine, rank, 2)
+    best = {"epoch": 7, "scores": {"best": torch.tensor([1.5, 2.5]), "seen": {1, 2}}}
+    assert engine.save_checkpoint(folder, "best", client_state=best, save_latest=False) is True
+    path, state = engine.load_checkpoint(folder, "best")
+    assert state["epoch"] == 7 and state["scores"]["seen"] == {1, 2}
+    assert torch.equal(state["scores"]["best"], best["scores"]["best"])
+    with pytest.raises(CheckpointError, match="is a Toy, which cannot be written as JSON"):
+        engine.save_checkpoint(folder, "worse", client_state={"model": Toy()})
     assert engine.save_checkpoint(folder, client_state={"epoch": 7}) is True
     advance(engine, rank, 1)
     engine.save_checkpoint(folder, "aside", save_latest=False)
@@ -277,14 +284,16 @@ class Overflows(nn.Module):
 
 def to_the_floor(rank: int, world: int) -> list[float]:
     half = {"enabled": True, "initial_scale_power": 2, "min_loss_scale": 1, "hysteresis": 1}
-    engine, *_ = deepspeed.initialize(model=Overflows(), config=toy_config(2, fp16=half, gradient_accumulation_steps=1))
-    assert engine.fp16_enabled()
+    setup = toy_config(2, fp16=half, gradient_accumulation_steps=1)
+    engine, optimizer, *_ = deepspeed.initialize(model=Overflows(), config=setup)
+    assert engine.fp16_enabled() and not optimizer.overflow and optimizer.loss_scale == optimizer.cur_scale == 4.0
     scales = []
     with pytest.raises(OneCopyError) as info:
         for _ in range(9):
             scales.append(engine.loss_scale)
             engine.backward(engine(torch.ones(3, dtype=torch.float16)))
             engine.step()
+            assert optimizer.overflow and not engine.was_step_applied()
     assert "bad" in str(info.value) and "good" not in str(info.value)
     assert engine.skipped_steps == len(scales) - 1
     return scales

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import warnings
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -159,6 +160,11 @@ def save_16bit(rank: int, world: int, top: str) -> list[Any]:
             assert engine.save_16bit_model(top, name)  # again, in its place
             engine.save_16bit_model(top, "weights.safetensors", exclude_frozen_parameters=True)
             assert "not the name of a file" in refusal(partial(engine.save_16bit_model, top, "a/b.bin"))
+            engine.save_checkpoint(f"{top}/trained", exclude_frozen_parameters=True)
+            assert "which the checkpoint lacks" in refusal(partial(engine.load_checkpoint, f"{top}/trained"))
+            with warnings.catch_warnings(record=True) as said_so:
+                engine.load_checkpoint(f"{top}/trained", load_module_strict=False)
+            assert rank or "'frozen.weight', 'frozen.bias', which the checkpoint lacks" in str(said_so[0].message)
         full = engine.full_state_dict()
         engine.close()
     return [said, full if rank == 0 else None]
@@ -173,4 +179,6 @@ def test_save_16bit_model_does_what_its_key_says(tmp_path: Path) -> None:
         assert loaded.keys() == full.keys() and all(torch.equal(loaded[key], full[key]) for key in full)
         assert loaded["head.weight"].data_ptr() == loaded["emb.weight"].data_ptr()
     same([tmp_path / "weights.safetensors"], full, KEPT - {"frozen.weight", "frozen.bias"})
-    assert sorted(os.listdir(tmp_path)) == ["2-False.bin", "3-True.bin", "weights.safetensors"]
+    assert sorted(os.listdir(tmp_path)) == ["2-False.bin", "3-True.bin", "trained", "weights.safetensors"]
+    manifest = open_source(tmp_path / "trained").manifest
+    assert manifest.parameters.keys() == KEPT - {"frozen.weight", "frozen.bias", "counted", "scale"}

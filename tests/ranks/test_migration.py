@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 import onecopy.deepspeed
+from onecopy.checkpoint.convert import convert
 from onecopy.checkpoint.sources import open_source
 from onecopy.checkpoint.torchfiles import safe_load
 from onecopy.deepspeed.utils import zero_to_fp32
@@ -67,6 +68,10 @@ def test_training_goes_on_as_it_would_have(runs: Path, world: int) -> None:
     few = RUNS if other is None else ("stage0-fp32", "stage2-fp32", "stage2-bf16", "stage3-fp32", "stage3-bf16")
     cases = [(name, RUNS[name][0] if other is None else other, None) for name in few]
     cases += [(name, 2, f"global_step{BEFORE}_universal") for name in UNIVERSAL if other is None]
+    if other is None:  # one that was written anew, beside the original
+        convert(open_source(runs / "stage3-fp32"), runs / "stage3-fp32", "converted")
+        cases.append(("stage3-fp32", 2, "converted"))
+        (runs / "stage3-fp32" / "latest").write_text(f"global_step{BEFORE}")
     per_rank = run_ranks(go_on, world, str(runs), cases, timeout=120)
     differ = {}
     for (name, _, tag), *told in zip(cases, *per_rank, strict=True):

@@ -103,15 +103,17 @@ def test_training_follows_a_deepspeed_config(tmp_path: Path) -> None:
 
 def test_without_json_the_report_is_a_table_on_stdout(tmp_path: Path) -> None:
     (tmp_path / "text").write_text("a rose is a rose is a rose, " * 500)
-    options = ["--data", "text", "--steps", "3", "--nproc", "1", "--stage", "0", "--out", "run"]
+    options = ["--data", "text", "--steps", "3", "--nproc", "1", "--auto", "--out", "run"]
     done = onecopy("train", *SMALL, *options, cwd=tmp_path)
+    (chosen,) = [line for line in done.stderr.splitlines() if line.startswith("auto: ")]
+    assert "micro-batch 4" in chosen and "tokens/s" in chosen
     assert "measured" in done.stdout and "as predicted on every rank" in done.stdout
     assert "validation loss" in done.stdout.splitlines()[-1]
 
     # What the ranks refuse is one line too: here the only checkpoint has lost its end.
     for path in (tmp_path / "run" / "checkpoints" / "step00000003").glob("*.safetensors"):
         path.write_bytes(path.read_bytes()[:-8])
-    refused = onecopy("train", *SMALL, *options[:-4], "--steps", "6", "--out", "run", cwd=tmp_path, code=2)
+    refused = onecopy("train", *SMALL, *options[:-3], "--steps", "6", "--out", "run", cwd=tmp_path, code=2)
     assert "Traceback" not in refused.stderr
     assert refused.stderr.splitlines()[-1].startswith("error: ") and "is damaged" in refused.stderr
 

@@ -22,6 +22,7 @@ from onecopy.checkpoint.deepspeed_layouts import (
     separate_files,
     unsharded,
 )
+from onecopy.checkpoint.foreign import Hints, bare, kind_of, options_of
 from onecopy.checkpoint.format import (
     VERSION,
     FileRecord,
@@ -42,10 +43,6 @@ from onecopy.errors import CheckpointError
 __all__ = ["KIND", "describe", "is_one"]
 
 KIND = "deepspeed"
-_OPTIONS = (
-    "lr", "initial_lr", "betas", "eps", "weight_decay", "amsgrad", "maximize", "momentum", "dampening", "nesterov", "alpha",
-    "centered", "lr_decay",
-)  # fmt: skip
 # What DeepSpeed itself writes beside the client's state.
 _OWN = {
     "module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes", "shared_params", "frozen_param_fragments",
@@ -60,12 +57,10 @@ def is_one(folder: Path) -> bool:
     return folder.is_dir() and any(folder.glob("*model_states.pt"))
 
 
-def describe(folder: Path, groups: Sequence[Sequence[str]] | None = None, optimizer_states: bool = True) -> Manifest:
+def describe(folder: Path, hints: Hints) -> Manifest:
     """The manifest of the checkpoint in ``folder``; ``plan["notes"]`` says what of it is left out.
 
-    ``groups``: names of the parameters of each group of the optimizer it is for, where that is known; ``optimizer_states``:
-    will they be asked for. Raises :class:`CheckpointError` for files that are missing or damaged, and for what is not read
-    here.
+    Raises :class:`CheckpointError` for files that are missing or damaged, and for what is not read here.
     """
     files = sorted([*folder.glob("*.pt"), *folder.glob("zero/**/*.pt")], key=natural)
     reader = TorchReader(folder, {path.relative_to(folder).as_posix(): path.stat().st_size for path in files})
@@ -86,7 +81,7 @@ def describe(folder: Path, groups: Sequence[Sequence[str]] | None = None, optimi
         lay_out(found, reader, optim, shapes)
     ties = _ties(content)
     if not (universal or optim):
-        unsharded(found, reader, model_files[0], _own_names(content, ties), groups if optimizer_states else ())
+        unsharded(found, reader, model_files[0], _own_names(content, ties), hints.groups if hints.optimizer_states else ())
     _add_frozen(found, reader, model_files, content, ties, whole)
     manifest = _manifest(found, content, ties, reader, saved)
     reader.close()
@@ -122,10 +117,6 @@ def _check_ranks(folder: Path, optim: Sequence[str], said: Any) -> None:
 def _hollow(module: Mapping[str, Tensor]) -> bool:
     """Stage 3 writes the module's parameters without elements."""
     return any(isinstance(value, Tensor) and value.shape == (0,) for value in module.values())
-
-
-def _bare(name: str) -> str:
-    return name.replace("_orig_mod.", "").replace("_checkpoint_wrapped_module.", "")
 
 
 def _ties(content: Mapping[str, Any]) -> dict[str, str]:
@@ -178,7 +169,7 @@ def _manifest(
         if value is not None:
             file = next(file for file in reader.sizes if file.endswith("model_states.pt"))
             key, shape = key_of(("module", name)), tuple(value.shape)
-            buffers[_bare(name)] = Stored(file=file, key=key, shape=shape, dtype=dtype_name(value.dtype))
+            buffers[bare(name)] = Stored(file=file, key=key, shape=shape, dtype=dtype_name(value.dtype))
     client = {}
     for name, value in content.items():
         if name in _OWN:
@@ -223,8 +214,8 @@ def _parameters(found: Found, content: Mapping[str, Any], ties: Mapping[str, str
         if weight is None:
             raise CheckpointError(f"the checkpoint has states of {name!r} and no weights of it")
         dtype = dtype_name(module[name].dtype) if name in module else weight.dtype
-        parameters[_bare(name)] = Parameter(
-            names=(_bare(name), *(_bare(alias) for alias, first in ties.items() if first == name)),
+        parameters[bare(name)] = Parameter(
+            names=(bare(name), *(bare(alias) for alias, first in ties.items() if first == name)),
             shape=shapes.get(name) or tuple(module[name].shape),
             dtype=dtype,
             trainable=name in trained,
@@ -240,23 +231,10 @@ def _optimizer(found: Found, config: Mapping[str, Any]) -> OptimizerRecord | Non
         return None
     groups = []
     for at, (names, options) in enumerate(zip(found.groups, found.options, strict=True)):
-        kept = {key: encode(options[key], f"option {key!r} of group {at}") for key in _OPTIONS if key in options}
-        groups.append(Group(params=tuple(_bare(name) for name in names), options=kept))
+        groups.append(Group(params=tuple(bare(name) for name in names), options=options_of(options, at)))
     states = {key for states in found.spans.values() for key in states} - {"weight"}
-    return OptimizerRecord(kind=_kind(states, found.options[0], config), groups=tuple(groups))
-
-
-def _kind(states: set[str], options: Mapping[str, Any], config: Mapping[str, Any]) -> str:
-    """The optimizer's class, which DeepSpeed does not write: by states and options; "or" where those leave it open."""
-    if "exp_avg_sq" in states:
-        decoupled = options.get("decoupled_weight_decay")
-        return "AdamW or Adam" if decoupled is None else "AdamW" if decoupled else "Adam"
-    for state, kind in (("momentum_buffer", "SGD"), ("sum", "Adagrad"), ("square_avg", "RMSprop")):
-        if state in states:
-            return kind
-    if "nesterov" in options:
-        return "SGD"
-    return str((config.get("optimizer") or {}).get("type", "unknown"))
+    said = str((config.get("optimizer") or {}).get("type", "unknown"))
+    return OptimizerRecord(kind=kind_of(states, found.options[0], said), groups=tuple(groups))
 
 
 def _scheduler(content: Mapping[str, Any], config: Mapping[str, Any]) -> SchedulerRecord | None:

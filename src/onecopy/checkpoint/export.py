@@ -22,6 +22,7 @@ from onecopy.checkpoint.recorded import describe
 from onecopy.checkpoint.release import Content, Entry, Release
 from onecopy.checkpoint.sources import Source
 from onecopy.checkpoint.whole import whole_units
+from onecopy.cluster import quantity
 from onecopy.comm import assembly, meeting
 from onecopy.engine.inspect import read_param
 from onecopy.errors import CheckpointError
@@ -29,13 +30,13 @@ from onecopy.errors import CheckpointError
 if TYPE_CHECKING:
     from onecopy.engine.engine import Engine
 
-__all__ = ["Exported", "Options", "dtype_of", "export_checkpoint", "export_engine", "save_weights"]
+__all__ = ["Exported", "Options", "export_checkpoint", "export_engine", "save_weights"]
 
-_CHUNK = 1 << 24  # elements that are read at once
+_CHUNK = 1 << 22  # elements that are read at once
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def dtype_of(name: str | torch.dtype | None) -> torch.dtype | None:
+def _dtype_of(name: str | torch.dtype | None) -> torch.dtype | None:
     """``torch.bfloat16`` for ``"bf16"``, ``"bfloat16"`` or itself. Raises :class:`CheckpointError` for anything else."""
     known = {alias: dtype for short, dtype in _DTYPES.items() for alias in (short, dtype_name(dtype))}
     if name is None:
@@ -62,6 +63,13 @@ class Options:
     cast_buffers: bool = False
     pickled: bool = False
     replace: bool = False
+
+    @classmethod
+    def of(cls, dtype: str | torch.dtype | None, limit: int | str | None, **others: Any) -> Options:
+        """With ``dtype`` and ``limit`` as people write them: "bf16", "5GB"."""
+        return cls(
+            _dtype_of(dtype), quantity(limit, "max_shard_size", size=True) if isinstance(limit, str) else limit, **others
+        )
 
 
 @dataclass(frozen=True)

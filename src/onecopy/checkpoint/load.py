@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from onecopy.checkpoint import own, sources, store
+from onecopy.checkpoint.foreign import Hints
 from onecopy.checkpoint.format import MANIFEST, Manifest, Parameter, State, Stored, decode, parse
 from onecopy.checkpoint.match import Differences, Match, groups_here, match
 from onecopy.checkpoint.modules import extra_modules, persistent_buffers
@@ -62,7 +63,8 @@ def load(
     meeting.same("what to load", (tag, *wanted.choices))
     meeting.together(lambda: check_at_rest(engine, "load"))
     groups = groups_here(engine)
-    found = meeting.from_rank0(lambda: sources.find(Path(directory), tag, groups, wanted.optimizer_states))
+    hints = _hints(engine, groups, wanted)
+    found = meeting.from_rank0(lambda: sources.find(Path(directory), tag, hints))
     folder = Path(directory) / found.name
     if not found.foreign:  # of another library's files, every rank checks those that it reads
         meeting.together(lambda: _check_same(folder, found))
@@ -80,6 +82,14 @@ def load(
     if meeting.my_rank() == 0:
         _tell(folder, found, loaded.differences)
     return loaded
+
+
+def _hints(engine: Engine, groups: list[list[str]], wanted: Wanted) -> Hints:
+    """What a reader of another library's checkpoint may want to know."""
+    names = tuple(tuple(names) for names in engine._core.names.values())
+    buffers = frozenset(persistent_buffers(engine.module))
+    states = wanted.optimizer_states and engine._core.tiles is not None
+    return Hints(names, buffers, tuple(map(tuple, groups)), states)
 
 
 def _tell(folder: Path, found: store.Found, differences: Differences) -> None:

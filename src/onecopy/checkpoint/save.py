@@ -65,13 +65,14 @@ _MOMENT = "optimizer."
 
 @dataclass(frozen=True)
 class Wish:
-    """What the caller of ``save`` asked for beside the tag."""
+    """What the caller of ``save`` asked for beside the tag. ``frozen``: parameters that are not trained, too."""
 
     client_state: dict[str, Any] | None = None
     data: own.Stateful | None = None
     latest: bool = True
     keep_last: int | None = None
     asynchronous: bool = False
+    frozen: bool = True
 
     def check(self) -> None:
         """Raise :class:`CheckpointError` for what cannot be asked for."""
@@ -102,6 +103,7 @@ class Prepared:
     client: Any
     groups: list[dict[str, Any]]
     scheduler: SchedulerRecord | None
+    frozen: bool
     extra: dict[str, Any] = field(default_factory=dict)
     tensors: list[tuple[str, Tensor | Later]] = field(default_factory=list)
     buffers: dict[str, Stored] = field(default_factory=dict)
@@ -214,7 +216,7 @@ def _prepare(engine: Engine, tag: str, wish: Wish) -> Prepared:
     wish.check()
     core, optimizer = engine._core, engine._core.optimizer
     client = None if wish.client_state is None else encode(wish.client_state, "client_state", tensors=False)
-    prepared = Prepared(client, _options(optimizer), _schedule(core.scheduler))
+    prepared = Prepared(client, _options(optimizer), _schedule(core.scheduler), wish.frozen)
     for unit in core.run.units:
         for weights in unit.weights:
             weights.notice_writes()
@@ -267,9 +269,9 @@ def _add_weights(prepared: Prepared, core: Core, weights: Weights) -> None:
     """The parameters of one buffer, and the optimizer's states of them."""
     low, high = _owned(core, weights)
     base = weights.stepped()[0]
-    for slot in weights.spec.layout.slots:
+    for slot, param in zip(weights.spec.layout.slots, weights.params, strict=True):
         part = slot.local(low, high)
-        if part is not None:
+        if part is not None and (prepared.frozen or param.requires_grad):
             values = part_of(weights.state, part[0] - base, part[1] - base)
             _add(prepared, slot.param.name, "weight", values, part[0] - slot.start)
     if core.tiles is None:
@@ -342,7 +344,7 @@ def _store(prepared: Prepared, key: str, tensor: Tensor) -> Stored:
 def _manifest(engine: Engine, prepared: Prepared, shares: list[Share], nonce: str, latest: bool) -> Manifest:
     """On rank 0: what all ranks write, but for their files."""
     core = engine._core
-    parameters = _parameters(core, shares)
+    parameters = _parameters(core, shares, prepared.frozen)
     return Manifest(
         format=VERSION,
         library={"onecopy": _version(), "torch": str(torch.__version__)},
@@ -388,7 +390,7 @@ def _provenance(core: Core) -> dict[str, Any]:
     }
 
 
-def _parameters(core: Core, shares: list[Share]) -> dict[str, Parameter]:
+def _parameters(core: Core, shares: list[Share], frozen: bool) -> dict[str, Parameter]:
     spans: dict[str, dict[str, list[Span]]] = {}
     dtypes: dict[tuple[str, str], str] = {}
     for rank, share in enumerate(shares):
@@ -399,6 +401,8 @@ def _parameters(core: Core, shares: list[Share]) -> dict[str, Parameter]:
     specs = {slot.param.name: buffer for buffer in core.schedule.buffers for slot in buffer.layout.slots}
     found = {}
     for param, names in core.names.items():
+        if not (frozen or param.requires_grad):
+            continue
         name = names[0]
         scalars = _scalars(name, shares)
         spec = specs.get(name)

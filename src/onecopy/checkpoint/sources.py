@@ -15,7 +15,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from onecopy.checkpoint import deepspeed, store
+from onecopy.checkpoint import dcp_manifest, deepspeed, store
+from onecopy.checkpoint.dcp import DcpReader
+from onecopy.checkpoint.foreign import Hints
 from onecopy.checkpoint.format import MANIFEST, Manifest, Span, State, Stored, parse
 from onecopy.checkpoint.tensors import Reader
 from onecopy.checkpoint.torchfiles import TorchReader
@@ -27,15 +29,15 @@ OURS = "onecopy"
 
 
 class Ranges(Protocol):
-    """Reads what spans of a manifest name."""
+    """Reads what spans of a manifest name, in files of ``folder``."""
+
+    folder: Path
 
     def check_file(self, name: str) -> None:
         """Raise :class:`CheckpointError` when the file is missing or has another length than the manifest says."""
 
     def check(self, source: Span | Stored, shape: Sequence[int], dtype: str) -> None:
         """Raise :class:`CheckpointError` unless what ``source`` names is there, with that many elements of that dtype."""
-
-    folder: Path
 
     def read(self, span: Span, start: int, stop: int, out: Tensor) -> None:
         """Fill ``out``, flat, with elements ``[start, stop)`` of the parameter, which ``span`` has."""
@@ -60,6 +62,11 @@ class Source:
         """Whose format it is."""
         return str(self.manifest.plan.get("source", OURS))
 
+    @property
+    def checksums(self) -> bool:
+        """Does it have checksums of its files?"""
+        return self.kind == OURS
+
     def values(self, chunk: int) -> Iterator[tuple[str, Tensor, int]]:
         """The parameters' values by first name, at most ``chunk`` elements at once, and the element each begins at."""
         for record in self.manifest.parameters.values():
@@ -74,31 +81,31 @@ class Source:
         for span, low, high in spans:
             for start in range(low, high, chunk):
                 stop = min(start + chunk, high)
-                values = torch.empty(stop - start, dtype=getattr(torch, state.dtype))
-                self.reader.read(span, start, stop, values)
-                yield values, start
+                part = torch.empty(stop - start, dtype=getattr(torch, state.dtype))
+                self.reader.read(span, start, stop, part)
+                yield part, start
 
 
 def reader_for(folder: Path, manifest: Manifest) -> Ranges:
     """A reader of the files that ``manifest`` names."""
-    if "source" in manifest.plan:
-        return TorchReader(folder, {name: record.bytes for name, record in manifest.files.items()})
-    return Reader(folder, manifest.files)
+    if "source" not in manifest.plan:
+        return Reader(folder, manifest.files)
+    sizes = {name: record.bytes for name, record in manifest.files.items()}
+    return DcpReader(folder, sizes) if manifest.plan["source"] == dcp_manifest.KIND else TorchReader(folder, sizes)
 
 
-def find(
-    directory: Path, tag: str | None, groups: Sequence[Sequence[str]] | None = None, optimizer_states: bool = True
-) -> store.Found:
+def find(directory: Path, tag: str | None, hints: Hints) -> store.Found:
     """The checkpoint ``tag`` of ``directory``, by default its latest, ours or another library's.
 
-    ``groups``: names of the parameters of each group of the optimizer it is for. Raises :class:`CheckpointError` when there
-    is none.
+    Raises :class:`CheckpointError` when there is none.
     """
     folder = _foreign(directory, tag)
     if folder is None:
         return store.find(directory, tag)
-    text = deepspeed.describe(folder, groups, optimizer_states).text()
-    return store.Found(folder, text, foreign=True, here=folder == directory)
+    describe = deepspeed.describe if deepspeed.is_one(folder) else dcp_manifest.describe
+    manifest = describe(folder, hints)
+    notes = tuple(manifest.plan["notes"])
+    return store.Found(folder, manifest.text(), notes, foreign=True, here=folder == directory)
 
 
 def _foreign(directory: Path, tag: str | None) -> Path | None:
@@ -108,25 +115,29 @@ def _foreign(directory: Path, tag: str | None) -> Path | None:
         if (directory / pointer).is_file():
             named.append((directory / pointer).read_text(encoding="utf-8", errors="replace").strip())
     for name in named:
-        if "/" not in name and ".." not in name and deepspeed.is_one(directory / name):
+        if "/" not in name and ".." not in name and _is_foreign(directory / name):
             return directory / name
     return None
 
 
-def open_source(path: Path, tag: str | None = None, optimizer_states: bool = True) -> Source:
+def _is_foreign(folder: Path) -> bool:
+    return not (folder / MANIFEST).exists() and (deepspeed.is_one(folder) or dcp_manifest.is_one(folder))
+
+
+def open_source(path: Path, tag: str | None = None, optimizer_states: bool = True, complete: bool = True) -> Source:
     """The checkpoint ``tag`` of the directory ``path``, by default its latest, or that ``path`` itself is.
 
-    ``optimizer_states``: will they be asked for. Raises :class:`CheckpointError` when there is none, or a file of it is
-    missing or has another length.
+    ``optimizer_states``: will they be asked for. Raises :class:`CheckpointError` when there is none and, with ``complete``,
+    when a file of it is missing or has another length.
     """
     if tag is None and (path / MANIFEST).is_file():
         found = store.Found(path, (path / MANIFEST).read_text(encoding="utf-8"))
     else:
-        found = find(path, tag, None, optimizer_states)
-    if found.notes:
+        found = find(path, tag, Hints(optimizer_states=optimizer_states))
+    if found.notes and not found.foreign:
         warnings.warn(f"reading {found.folder}; {'; '.join(found.notes)}", stacklevel=2)
     manifest = parse(found.text, str(found.folder / MANIFEST))
     reader = reader_for(found.folder, manifest)
-    for name in manifest.files:
+    for name in manifest.files if complete else ():
         reader.check_file(name)
     return Source(found.folder, manifest, reader)

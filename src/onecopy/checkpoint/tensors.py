@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import os
+from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
@@ -52,30 +53,39 @@ _AHEAD = 16 << 20  # bytes that the disk is asked for before they are wanted
 _PART = 1 << 20  # elements that are converted at once
 
 
-@dataclass(frozen=True)
-class Later:
-    """Elements ``[low, high)`` of a state that is not in memory as it is written: read when it is their turn."""
+class Later(ABC):
+    """A one-dimensional tensor that is not in memory as it is written: read when it is its turn."""
 
-    held: Held
-    low: int
-    high: int
+    dtype: torch.dtype
+
+    @abstractmethod
+    def numel(self) -> int:
+        """Number of elements."""
+
+    @abstractmethod
+    def parts(self) -> Iterator[Tensor]:
+        """The values, a part at a time."""
 
     @property
     def shape(self) -> tuple[int]:
         return (self.numel(),)
 
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.held.dtype
+    def element_size(self) -> int:
+        """Bytes of an element."""
+        return self.dtype.itemsize
+
+
+class HeldPart(Later):
+    """Elements ``[low, high)`` of a state, tile by tile."""
+
+    def __init__(self, held: Held, low: int, high: int) -> None:
+        self.held, self.low, self.high = held, low, high
+        self.dtype = held.dtype
 
     def numel(self) -> int:
         return self.high - self.low
 
-    def element_size(self) -> int:
-        return self.held.dtype.itemsize
-
     def parts(self) -> Iterator[Tensor]:
-        """The values, tile by tile."""
         for tile in self.held.grid.meets(self.low, self.high):
             start, stop = self.held.grid.bounds(tile)
             lent = self.held.lend(tile)
@@ -85,7 +95,7 @@ class Later:
 
 def part_of(held: Held, low: int, high: int) -> Tensor | Later:
     """Elements ``[low, high)`` of a state, to be written."""
-    return held.plain[low:high] if held.plain is not None else Later(held, low, high)
+    return held.plain[low:high] if held.plain is not None else HeldPart(held, low, high)
 
 
 def header_of(
@@ -114,8 +124,8 @@ def header_of(
 def _layout(tensors: Sequence[tuple[str, Tensor | Later]]) -> tuple[bytes, list[Tensor | Later]]:
     """The file's header, and the tensors in the order of their bytes: of those equally wide first the ones that are not in
     memory."""
-    tensors = sorted(tensors, key=lambda item: not isinstance(item[1], Later))
-    header, starts, _ = header_of((key, tensor.dtype, tensor.shape) for key, tensor in tensors)
+    first = sorted(tensors, key=lambda item: not isinstance(item[1], Later))
+    header, starts, _ = header_of((key, tensor.dtype, tensor.shape) for key, tensor in first)
     by_key = dict(tensors)
     return header, [by_key[key] for key in starts]
 

@@ -109,7 +109,8 @@ class TorchReader:
     def read(self, span: Span, start: int, stop: int, out: Tensor) -> None:
         """Fill ``out``, flat, with elements ``[start, stop)`` of the parameter, which ``span`` has."""
         tensor, offset = self._find(span)
-        out.copy_(tensor.detach().reshape(-1)[offset + start - span.start : offset + stop - span.start])
+        first = offset - span.start
+        out.copy_(tensor.detach().reshape(-1)[first + start : first + stop])
 
     def whole(self, stored: Stored) -> Tensor:
         """A tensor that is stored as it is. Do not keep it: it maps the whole file."""

@@ -7,6 +7,8 @@ What differs from DeepSpeed, and which keys of its JSON do what, is in ``docs/de
 from __future__ import annotations
 
 import argparse
+import base64
+import json
 import os
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -42,7 +44,6 @@ from onecopy.deepspeed.version import git_hash as __git_hash__
 from onecopy.deepspeed.version import version
 from onecopy.errors import ConfigError
 from onecopy.plan.config import DEEPSPEED, load_config, read_config
-from onecopy.plan.offload_keys import DEVICES
 from onecopy.plan.plan import Plan
 from onecopy.recipes import build_optimizer
 
@@ -53,6 +54,21 @@ __all__ = [
 ]  # fmt: skip
 
 __version__ = version
+# Names that are no part of training with ZeRO, and what they would be.
+_ABSENT = {
+    "tp_model_init": "tensor parallelism",
+    "init_inference": "the inference engine; use the model itself under torch.no_grad()",
+    "PipelineModule": "pipeline parallelism",
+    "DeepSpeedHybridEngine": "the hybrid engine",
+    "OnDevice": "construction on another device; use torch.device('meta') as a context, or zero.Init",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _ABSENT:
+        raise AttributeError(f"onecopy.deepspeed has no {name}: {_ABSENT[name]}")
+    raise AttributeError(f"module 'onecopy.deepspeed' has no attribute {name!r}")
+
 
 ConfigSource = str | os.PathLike[str] | Mapping[str, Any]
 
@@ -85,9 +101,8 @@ def initialize(
     The configuration is ``config``, ``config_params`` or ``args.deepspeed_config``. An ``optimizer`` given here (an
     object, or a function of the parameters) takes the place of the configuration's; a scheduler in the configuration
     takes the place of ``lr_scheduler`` (an object, or a function of the optimizer), and either is said in the log.
-    With neither optimizer the engine runs forward only; to ask for its offload then is an error, unless nothing could be
-    trained. ``model_parameters`` are the parameters or groups for the configuration's optimizer. ``training_data``: a
-    dataset, to be split over the ranks in micro-batches.
+    With neither optimizer the engine runs forward only. ``model_parameters`` are the parameters or groups for the
+    configuration's optimizer. ``training_data``: a dataset, to be split over the ranks in micro-batches.
     """
     if model is None:
         raise ConfigError("initialize needs a model: initialize(model=..., config=...)")
@@ -103,7 +118,7 @@ def initialize(
         given = read_config(_source(args, config, config_params))
         plan = load_config(given, ranks, auto=_facts(model, optimizer), defaults=DEEPSPEED)
         chosen = _choices(plan, optimizer, model_parameters, lr_scheduler)
-        _refuse_idle_offload(model, chosen[0], chosen[1])
+        chosen = _idle_offload(chosen[0], chosen[1]), *chosen[1:]
         loader = None
         if training_data is not None:
             share: dict[str, Any] = {"micro": chosen[0].batch.micro, "rank": rank, "world": ranks}
@@ -115,6 +130,7 @@ def initialize(
         logger.info("DeepSpeed info: version=%s, git-hash=%s, git-branch=%s", version, __git_hash__, __git_branch__)
     given, (plan, make_optimizer, scheduler), loader = meeting.all_or_none(prepare)
     engine = onecopy.initialize(model, plan, optimizer=make_optimizer, scheduler=scheduler, engine_class=DeepSpeedEngine)
+    checkpointing.follow(given)
     section = given.get("zero_optimization") or {}
     engine.settings = Settings(given, int(section.get("stage", 0)), ranks, rank)
     return engine, engine.optimizer, loader, engine.lr_scheduler
@@ -131,15 +147,14 @@ def _facts(model: nn.Module, optimizer: Any) -> dict[str, Any]:
     return found
 
 
-def _refuse_idle_offload(model: nn.Module, plan: Plan, optimizer: Any) -> None:
-    """Raise :class:`ConfigError` when an optimizer is to be offloaded and there is none."""
+def _idle_offload(plan: Plan, optimizer: Any) -> Plan:
+    """``plan``, with a note when an optimizer is to be offloaded and there is none: trainers give the reference of a policy,
+    and a model that is only evaluated, the file of the training."""
     tiers = {rule.row.optimizer.tier for rule in plan.rules} - {"device"}
-    if tiers and optimizer is None and plan.optimizer is None and any(p.requires_grad for p in model.parameters()):
-        device = next(name for name, tier in DEVICES.items() if tier in tiers)
-        raise ConfigError(
-            f"zero_optimization.offload_optimizer.device is {device!r} and there is no optimizer: give the configuration "
-            "an optimizer section or pass one to initialize; or set device to 'none', and the engine runs forward only"
-        )
+    if not tiers or optimizer is not None or plan.optimizer is not None:
+        return plan
+    note = "zero_optimization.offload_optimizer does nothing: there is no optimizer, so the engine runs forward only"
+    return plan.with_(notes=(*plan.notes, note))
 
 
 def _source(args: Any, config: ConfigSource | None, config_params: ConfigSource | None) -> ConfigSource:
@@ -151,7 +166,19 @@ def _source(args: Any, config: ConfigSource | None, config_params: ConfigSource 
         raise ConfigError("no configuration: pass config=<dict or path>, or --deepspeed_config on the command line")
     if len(given) > 1:
         raise ConfigError(f"the configuration is given {len(given)} times, as {' and '.join(given)}; keep one")
-    return next(iter(given.values()))
+    source = next(iter(given.values()))
+    return _decoded(source) if isinstance(source, str) else source
+
+
+def _decoded(source: str) -> ConfigSource:
+    """The dict in ``source`` where that is urlsafe base64 of a JSON object, as some launchers pass it; else ``source``."""
+    if os.path.exists(source):
+        return source
+    try:
+        found = json.loads(base64.urlsafe_b64decode(source.encode()).decode())
+    except ValueError:  # not base64, not UTF-8 or not JSON: it is a path, whose reader says what is wrong with it
+        return source
+    return found if isinstance(found, dict) else source
 
 
 def _choices(plan: Plan, optimizer: Any, model_parameters: Iterable[Any] | None, lr_scheduler: Any) -> tuple[Plan, Any, Any]:

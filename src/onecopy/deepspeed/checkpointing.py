@@ -2,21 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import os
+from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
+from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
-from onecopy.errors import ConfigError
+from onecopy.deepspeed.utils import logger
+from onecopy.plan.config import read_config
 
-__all__ = ["CheckpointFunction", "checkpoint", "configure", "is_configured", "reset"]
+__all__ = ["CheckpointFunction", "checkpoint", "configure", "follow", "is_configured", "reset"]
 
 _configured = False
+_in_cpu = False
+# Arguments of configure that change no number, and why they do nothing here.
+_IDLE = {
+    "partition_activations": "they are divided over tensor-parallel ranks, and every rank is data-parallel",
+    "contiguous_checkpointing": "each block's inputs are kept as they are",
+    "synchronize": "no timer stops the device",
+    "profile": "no timer stops the device",
+}
 
 
 def configure(
     mpu_: Any = None,
-    deepspeed_config: Any = None,
+    deepspeed_config: str | os.PathLike[str] | Mapping[str, Any] | None = None,
     partition_activations: bool | None = None,
     contiguous_checkpointing: bool | None = None,
     num_checkpoints: int | None = None,
@@ -24,23 +37,31 @@ def configure(
     synchronize: bool | None = None,
     profile: bool | None = None,
 ) -> None:
-    """Say how activations are checkpointed: recomputed, all of them. Raises :class:`ConfigError` for what is not done:
-    activations that are cut over model-parallel ranks, kept in one buffer or moved to the host, and timers."""
-    global _configured
+    """Say how :func:`checkpoint` keeps what backward starts from again. ``checkpoint_in_cpu``: in host memory; by default
+    as ``activation_checkpointing.cpu_checkpointing`` of ``deepspeed_config`` says. What else is asked for is named in the
+    log: it changes no number, and nothing here."""
+    global _configured, _in_cpu
+    _configured = True
+    if deepspeed_config is not None:
+        follow(read_config(deepspeed_config))
+    if checkpoint_in_cpu is not None:
+        _in_cpu = checkpoint_in_cpu
     asked = {
         "partition_activations": partition_activations,
         "contiguous_checkpointing": contiguous_checkpointing,
-        "checkpoint_in_cpu": checkpoint_in_cpu,
         "synchronize": synchronize,
         "profile": profile,
     }
-    wrong = [f"{name}=True" for name, value in asked.items() if value]
-    if wrong:
-        raise ConfigError(
-            f"checkpointing.configure({', '.join(wrong)}) is not supported: activations are recomputed from what is kept on "
-            "the device; leave it out, or use torch.autograd.graph.save_on_cpu in the model"
-        )
-    _configured = True
+    if said := [f"{name} ({_IDLE[name]})" for name, value in asked.items() if value]:
+        logger.warning("checkpointing.configure: of no effect here: %s", "; ".join(said))
+
+
+def follow(config: Mapping[str, Any]) -> None:
+    """Do what the section ``activation_checkpointing`` of ``config`` says, where there is one."""
+    global _in_cpu
+    section = config.get("activation_checkpointing")
+    if isinstance(section, Mapping) and "cpu_checkpointing" in section:
+        _in_cpu = section["cpu_checkpointing"] is True
 
 
 def is_configured() -> bool:
@@ -53,8 +74,15 @@ def reset() -> None:
 
 
 def checkpoint(function: Callable[..., Any], *args: Any) -> Any:
-    """``function(*args)``, whose activations are recomputed in backward; random numbers come again as they were."""
-    return torch_checkpoint(function, *args, use_reentrant=False)
+    """``function(*args)``, whose activations are recomputed in backward; random numbers come again as they were.
+
+    What is kept are the tensors among ``args``: in host memory, pinned where there is an accelerator, after
+    ``configure(checkpoint_in_cpu=True)``. Torch's checkpoint gives them to the hooks around it, and nothing else.
+    """
+    found = torch.accelerator.current_accelerator() if _in_cpu and torch.accelerator.is_available() else None
+    moved = save_on_cpu(pin_memory=True, device_type=found.type) if found is not None else contextlib.nullcontext()
+    with moved:
+        return torch_checkpoint(function, *args, use_reentrant=False)
 
 
 class CheckpointFunction:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from onecopy.checkpoint.export import save_weights
+from onecopy.deepspeed.client_state import pack, unpack
 from onecopy.deepspeed.comm import get_local_rank
 from onecopy.deepspeed.runtime.base_optimizer import ZeROOptimizer
 from onecopy.engine.engine import Engine
@@ -41,6 +42,7 @@ class DeepSpeedEngine(Engine):
     settings: Settings
     _shown: ZeROOptimizer | None = None
     _moved: bool = False
+    overflow: bool = False  # was the last window skipped, because a gradient was not finite?
 
     @property
     def optimizer(self) -> torch.optim.Optimizer | None:
@@ -75,7 +77,10 @@ class DeepSpeedEngine(Engine):
 
     def step(self, *_: Any, **__: Any) -> bool:
         """End a micro-batch; see :meth:`onecopy.engine.engine.Engine.step`. Arguments have no effect."""
+        done, skipped = self.global_steps, self.skipped_steps
         self._moved = super().step()
+        if self.global_steps > done:
+            self.overflow = self.skipped_steps > skipped
         return self._moved
 
     def was_step_applied(self) -> bool:
@@ -187,14 +192,18 @@ class DeepSpeedEngine(Engine):
         tag: str | None = None,
         client_state: dict[str, Any] | None = None,
         save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
     ) -> bool:
         """Save everything to ``save_dir/tag`` (by default ``global_step<N>``); every rank must call it.
 
-        ``client_state``: plain values that :meth:`load_checkpoint` gives back. ``save_latest``: also make it the one
-        that a load without a tag finds. Returns True; raises :class:`~onecopy.errors.CheckpointError` on every rank.
+        ``client_state``: tensors and plain values, in containers, that :meth:`load_checkpoint` gives back.
+        ``save_latest``: also make it the one that a load without a tag finds. ``exclude_frozen_parameters``: leave out
+        what needs no gradient; such a checkpoint is loaded with ``load_module_strict=False``. Returns True; raises
+        :class:`~onecopy.errors.CheckpointError` on every rank.
         """
         named = str(tag) if tag is not None else f"global_step{self.global_steps}"
-        self.save(os.fspath(save_dir), named, client_state=client_state, latest=save_latest)
+        frozen = not exclude_frozen_parameters
+        self.save(os.fspath(save_dir), named, client_state=pack(client_state), latest=save_latest, frozen=frozen)
         return True
 
     def load_checkpoint(
@@ -205,12 +214,15 @@ class DeepSpeedEngine(Engine):
         load_optimizer_states: bool = True,
         load_lr_scheduler_states: bool = True,
         load_module_only: bool = False,
+        custom_load_fn: None = None,
     ) -> tuple[str, dict[str, Any]]:
-        """Load ``load_dir/tag`` (by default the newest complete one); every rank must call it.
+        """Load ``load_dir/tag`` (by default the newest complete one), ours or DeepSpeed's; every rank must call it.
 
         Returns its path and the client state. ``load_module_only``: weights and buffers alone. Where nothing complete
         is found this raises :class:`~onecopy.errors.CheckpointError`, so that no run starts from scratch unasked.
         """
+        if custom_load_fn is not None:
+            raise ConfigError("load_checkpoint(custom_load_fn=...) is not supported: change the model after the load")
         loaded = self.load(
             os.fspath(load_dir),
             str(tag) if tag is not None else None,
@@ -218,7 +230,7 @@ class DeepSpeedEngine(Engine):
             scheduler_states=load_lr_scheduler_states and not load_module_only,
             strict=load_module_strict,
         )
-        return loaded.path, dict(loaded)
+        return loaded.path, unpack(dict(loaded))
 
     def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Tensor] | None:
         """Whole weights by name on rank 0's host, in the dtype they compute in; None on the other ranks. Collective.
@@ -237,6 +249,7 @@ class DeepSpeedEngine(Engine):
         return {name: value for name, value in found.items() if not (exclude_frozen_parameters and name in frozen)}
 
     _consolidated_16bit_state_dict = _zero3_consolidated_16bit_state_dict
+
     def save_16bit_model(
         self,
         save_dir: str | os.PathLike[str],
@@ -249,14 +262,14 @@ class DeepSpeedEngine(Engine):
         False, with nothing written, where the configuration cuts parameters over ranks (stage 3) and its
         ``stage3_gather_16bit_weights_on_model_save`` is not true.
         """
-        cut = not all(rule.row.parameter.rest.replicated for rule in self.plan.rules)
-        if cut and not self.zero_gather_16bit_weights_on_model_save():
+        if self.zero_optimization_partition_weights() and not self.zero_gather_16bit_weights_on_model_save():
             if self.settings.rank == 0:
                 _logger.warning(
                     "%s is not written: zero_optimization.stage3_gather_16bit_weights_on_model_save is not true",
                     os.path.join(save_dir, save_filename),
                 )
             return False
+        self.finish_step()
         save_weights(self, save_dir, save_filename, frozen=not exclude_frozen_parameters)
         return True
 

@@ -117,7 +117,22 @@ def _summary(param: torch.Tensor, home: Home, *_: Any, **__: Any) -> dict[str, A
 
 def _install(names: Iterable[tuple[str, property]]) -> None:
     for name, value in names:
-        setattr(torch.Tensor, name, value)
+        setattr(torch.Tensor, name, _settable(name, value))
+
+
+def _settable(name: str, answer: property) -> property:
+    """``answer``, and on other tensors what was set: those that DeepSpeed pickled bring such attributes along."""
+
+    def get(tensor: torch.Tensor) -> Any:
+        set_before = tensor.__dict__
+        return set_before[name] if name in set_before else answer.__get__(tensor)
+
+    def put(tensor: torch.Tensor, value: Any) -> None:
+        if HOME in tensor.__dict__:
+            raise AttributeError(f"{name!r} of an engine's parameter cannot be set")
+        tensor.__dict__[name] = value
+
+    return property(get, put)
 
 
 _install((name, _property(name, answer)) for name, answer in _ANSWERS.items())

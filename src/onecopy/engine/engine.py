@@ -15,12 +15,11 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from onecopy.checkpoint.background import Saves
-from onecopy.checkpoint.export import Exported, Options, dtype_of, export_engine
+from onecopy.checkpoint.export import Exported, Options, export_engine
 from onecopy.checkpoint.load import Loaded, Wanted, load
 from onecopy.checkpoint.own import Stateful
 from onecopy.checkpoint.save import Wish, save
 from onecopy.checkpoint.whole import full_state_dict
-from onecopy.cluster import quantity
 from onecopy.comm import assembly, watch
 from onecopy.engine.agreement import look
 from onecopy.engine.build import Core
@@ -364,6 +363,7 @@ class Engine(nn.Module):
         asynchronous: bool = False,
         latest: bool = True,
         patience: float | None = None,
+        frozen: bool = True,
     ) -> str:
         """Write a checkpoint of all that training goes on from; returns its folder, ``directory/tag``. Collective.
 
@@ -372,8 +372,9 @@ class Engine(nn.Module):
         ``keep_last``: afterwards remove all but so many of the newest complete checkpoints. ``asynchronous``: return once
         there is a copy in host memory, and write that while training goes on. ``latest``: make it the one that :meth:`load`
         picks. ``patience``: seconds to wait for ranks that have not called it (default: the job's, see
-        :func:`onecopy.initialize`). What is written is visible only once it is complete and durable. See
-        ``docs/checkpoint.md``.
+        :func:`onecopy.initialize`). ``frozen=False``: without parameters that need no gradient, for models whose base is
+        kept elsewhere; it is loaded with ``strict=False``. What is written is visible only once it is complete and durable.
+        See ``docs/checkpoint.md``.
 
         Raises :class:`~onecopy.errors.CheckpointError` on every rank, with nothing left behind and what was there
         intact, when one rank cannot write, and in the middle of an accumulation window. Of an asynchronous save that
@@ -381,7 +382,7 @@ class Engine(nn.Module):
         :meth:`close`.
         """
         self.finish_step()
-        wish = Wish(client_state, data, latest, keep_last, asynchronous)
+        wish = Wish(client_state, data, latest, keep_last, asynchronous, frozen)
         return save(self, directory, tag, wish, patience)
 
     def load(
@@ -432,9 +433,9 @@ class Engine(nn.Module):
         Raises :class:`~onecopy.errors.CheckpointError` on every rank, with nothing left behind, when rank 0 cannot write or
         there are weights already.
         """
-        size = quantity(max_shard_size, "max_shard_size", size=True) if isinstance(max_shard_size, str) else max_shard_size
-        folder = os.fspath(model_dir) if model_dir is not None else None
-        return export_engine(self, directory, Options(dtype_of(dtype), size, folder), patience)
+        self.finish_step()
+        folder = None if model_dir is None else os.fspath(model_dir)
+        return export_engine(self, directory, Options.of(dtype, max_shard_size, model_dir=folder), patience)
 
     def _refuse_strangers(self) -> None:
         """A parameter that joined the model after initialize would never be stepped."""

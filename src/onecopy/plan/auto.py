@@ -48,7 +48,7 @@ def batch_auto(raw: Mapping[str, Any], micro: int | None, accumulation: int | No
     micro-batch and no accumulation."""
     said: dict[str, int | None] = {MICRO: micro, ACCUMULATION: accumulation}
     left = {key for key in said if raw.get(key) == "auto"}
-    if isinstance(raw.get(TRAIN), int):
+    if isinstance(raw.get(TRAIN), (int, float)):
         if left == set(said) and said == dict.fromkeys(said):
             said[ACCUMULATION] = 1
     else:

@@ -94,15 +94,14 @@ def read_plan(
     read. Keys that are still "auto" count as absent in the plan."""
     raw, world = override(read_config(source), changes or {}), find_world(world_size)
     tidy = Tidy(auto or {})
-    data = tidy.section(raw, schema.Config, "")
+    data = tidy.section(tidy.unfold(raw), schema.Config, "")
     recipes = _Recipes(data, tidy.open)
     problems = [*tidy.problems, *recipes.problems]
     try:
         config = schema.Config.model_validate(data)
     except ValidationError as error:
         wrong = _lines([*_explain(error), *problems])
-        open_keys = (*tidy.open, *tidy.open_batch)
-        return Reading(None, wrong, tuple(tidy.remarks), tidy.filled, open_keys, recipes.chosen)
+        return Reading(None, wrong, tuple(tidy.remarks), tidy.filled, tuple(tidy.open), recipes.chosen)
     parts = _Parts(config, defaults, tidy.open)
     batch = Batch()
     left = undetermined(*_batch_of(config), frozenset(tidy.open_batch))

@@ -92,6 +92,9 @@ class _Walk:
                 yield self._line(dotted, value, legal.get(name), off)
 
     def _line(self, key: str, value: Any, info: FieldInfo | None, off: bool) -> Line:
+        if info is None and "." in key:  # a flat name at the top level, of a key that belongs in a section
+            head, _, tail = key.partition(".")
+            info = schema.fields_of(head).get(schema.ALIASES.get(head, {}).get(tail, tail))
         problem = next((line for line in self.reading.problems if line.startswith((f"{key} ", f"{key!r} "))), None)
         if problem is not None:
             return Line(key, value, "wrong", problem.removeprefix(f"{key} "))

@@ -25,6 +25,9 @@ _DEFAULTED = {
     "scheduler.params.warmup_max_lr",
 }
 
+# Sections that trainers put into the file for themselves, or that examples carry along; DeepSpeed does not know them.
+_FOREIGN = {"msamp", "comms_config", "monitor_config"}
+
 
 def read_config(source: str | os.PathLike[str] | Mapping[str, Any]) -> dict[str, Any]:
     """The dict in a JSON file, or a copy of the one given. Raises :class:`ConfigError` with line and column."""
@@ -108,7 +111,7 @@ class Tidy:
             if not isinstance(key, str):
                 self.problems.append(f"{path or 'the top level'} has the key {key!r}; keys are strings")
                 continue
-            if key.startswith("_") or (not path and self._flat(key)):
+            if key.startswith("_"):
                 continue
             name = schema.ALIASES.get(path, {}).get(key, key)
             dotted = f"{path}.{name}" if path else name
@@ -135,21 +138,28 @@ class Tidy:
         elif dotted not in _DEFAULTED and (info is None or schema.mark_of(info, Note) is None):
             self.open.append(dotted)
 
-    def _flat(self, key: str) -> bool:
-        """True for a top-level key like "zero_optimization.reduce_bucket_size", which some trainers write.
+    def unfold(self, raw: Mapping[Any, Any]) -> dict[Any, Any]:
+        """The whole file, where top-level keys like "zero_optimization.reduce_bucket_size", which some trainers write, are
+        in the place that they spell; and without the sections that trainers put there for themselves."""
+        found = {key: value for key, value in raw.items() if key not in _FOREIGN}
+        if foreign := sorted(raw.keys() & _FOREIGN):
+            self.remarks.append(Remark("the section of another program, which is let pass", tuple(foreign)))
+        flat = [key for key in found if isinstance(key, str) and schema.fields_of(key.partition(".")[0]) and "." in key]
+        for key in flat:
+            head, _, tail = key.partition(".")
+            name = f"{head}.{schema.ALIASES.get(head, {}).get(tail, tail)}"
+            there = _value_at(found, name)
+            if there not in (None, "auto", found[key]):
+                self.remarks.append(Remark(f"{key!r} takes the place of {shown(there)} in its section"))
+            found = override(found, {name: found.pop(key)})
+        return found
 
-        It is let pass, with a note, when the nested key would have no effect either.
-        """
-        head, dot, tail = key.partition(".")
-        legal = schema.fields_of(head)
-        if not dot or not legal:
-            return False
-        tail = schema.ALIASES.get(head, {}).get(tail, tail)
-        if tail in legal and (schema.mark_of(legal[tail], Note) or f"{head}.{tail}" in _DEFAULTED):
-            self.remarks.append(Remark(f"{key!r} as one flat name does nothing; the key {tail!r} belongs inside {head!r}"))
-        else:
-            self.problems.append(f"{key!r} is one flat name; the key {tail!r} belongs inside the section {head!r}")
-        return True
+
+def _value_at(config: Any, dotted: str) -> Any:
+    """What is at a dotted key of ``config``; None where there is nothing."""
+    for part in dotted.split("."):
+        config = config.get(part) if isinstance(config, Mapping) else None
+    return config
 
 
 def why_idle(config: schema.Config, below: str | None) -> Iterator[tuple[str, str]]:

@@ -39,7 +39,6 @@ _UNITS = "parameters are gathered and gradients reduced a unit at a time, so the
 _FLAT = "gradients are always reduced from one contiguous buffer per unit"
 _HELD = "only the units in the prefetch window are held gathered"
 _SAME = "the arithmetic of the mean is fixed, so the factor would cancel out"
-_NOWHERE = "DeepSpeed reads no such section either; tensorboard, wandb, comet, csv_monitor and comms_logger stand alone"
 _SPEED = "it would change speed only, and there is nothing here that it applies to"
 
 
@@ -88,6 +87,7 @@ _LENT = (
 _THREADS = "threads read and write with one request each, past the page cache and without libaio"
 
 
+_STEPS = "onecopy.StepPolicy(when=...) steps on the host beside training"
 _FOLDER = "folder of the disk tier, for device nvme, the same in both sections; it has to exist when the engine is made"
 
 
@@ -107,7 +107,7 @@ class OffloadOptimizer(Section):
     fast_init: Annotated[Switch, Note("moments are made in the first step, so there is no start to make faster")] = False
     cpuadam_cores_perc: Annotated[float, checked(Number(0, 1)), Note("the step has OMP_NUM_THREADS threads")] = 0.8
     fast_readwrite: Annotated[Switch, Note(_LENT)] = False
-    super_offload: Annotated[bool, checked(Off((False,), "SuperOffload"))] = False
+    super_offload: Annotated[bool, checked(Off((False,), "SuperOffload", _STEPS))] = False
 
 
 class OffloadParam(Section):
@@ -189,7 +189,7 @@ class _ZeroAbsent(Section):
     zero_quantized_nontrainable_weights: Annotated[bool, checked(Off((False,), "quantised gathers"))] = False
     zero_quantized_gradients: Annotated[bool, checked(Off((False,), "quantised reductions"))] = False
     zeropp_loco_param: Annotated[Any, checked(Off((None,), "quantised reductions with error feedback"))] = None
-    zenflow: Annotated[Any, checked(Off((None,), "delayed optimizer steps (ZenFlow)"))] = None
+    zenflow: Annotated[Any, checked(Off((None,), "delayed optimizer steps by importance (ZenFlow)", _STEPS))] = None
 
 
 class _ZeroOld(Section):
@@ -230,6 +230,10 @@ class SchedulerSection(Section):
 
 
 _CHECKPOINTS = "activations are the model's own: torch.utils.checkpoint in its blocks works at every stage"
+_ON_HOST = (
+    "what checkpoint of onecopy.deepspeed.checkpointing keeps waits in host memory; other activations: "
+    "torch.autograd.graph.save_on_cpu around a block"
+)
 _PARTITION = "activations are divided over tensor-parallel ranks, and model_parallel_size is 1"
 
 
@@ -237,9 +241,7 @@ class ActivationCheckpointing(Section):
     """How DeepSpeed's own checkpoint function keeps what it keeps; there is none here, and no number depends on it."""
 
     partition_activations: Annotated[Switch, Note(_PARTITION)] = False
-    cpu_checkpointing: Annotated[
-        Switch, Note("activations stay where the model makes them; torch.autograd.graph.save_on_cpu in its blocks moves them")
-    ] = False
+    cpu_checkpointing: Annotated[Switch, Means(_ON_HOST)] = False
     contiguous_memory_optimization: Annotated[Switch, Note(_CHECKPOINTS)] = False
     number_checkpoints: Annotated[Count, Note(_CHECKPOINTS)] = None
     synchronize_checkpoint_boundary: Annotated[Switch, Note(_CHECKPOINTS)] = False
@@ -334,8 +336,6 @@ class _Tools(Section):
     autotuning: Annotated[Any, Note("onecopy plan --search finds the settings before a run")] = None
     graph_harvesting: Annotated[Switch, Note(_SPEED)] = False
     datastates_ckpt: Annotated[Any, Note("a checkpoint is plain tensors and JSON; every rank writes its own shard")] = None
-    monitor_config: Annotated[Any, Note(_NOWHERE)] = None
-    comms_config: Annotated[Any, Note(_NOWHERE)] = None
 
 
 _AUTOCAST = "call the engine inside torch.autocast, or set bf16"

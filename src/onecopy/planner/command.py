@@ -205,7 +205,7 @@ def run_plan(asked: Asked, console: Console) -> dict[str, Any]:
         **plan_report(facts(subject, plan, cluster.ranks), plan, cluster, work, activations, subject.shape),
     }
     largest = max(sum(param.numel for param in unit.params) for unit in subject.units(plan))
-    report["others"] = list(beside(Choice.of(plan, work), subject.parameters, largest, cluster))
+    report["others"] = list(beside(Choice.of(plan, work), subject.parameters, largest, cluster, report["per_rank"]["device"]))
     report["assumptions"] = [*said, *_assumed(asked), *plan.notes, *report["assumptions"]]
     if chosen:
         report["chosen"] = chosen

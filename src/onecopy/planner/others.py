@@ -5,15 +5,16 @@ None of these know buffers, activations or where in a step the peak is; each say
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from onecopy.cluster import Cluster
 from onecopy.errors import ConfigError
-from onecopy.planner.report import human_gb
+from onecopy.planner.report import STATES, human_gb
 from onecopy.planner.search import Choice
 
 __all__ = ["beside", "deepspeed_estimate", "rule_of_thumb"]
 
+_WITHOUT_MASTER = (2,)  # stages whose rule of thumb has no term for master weights, and whole gradients
 # What DeepSpeed multiplies host memory with, "to be on the safe side" in the words of its documentation.
 _BUFFER = 1.5
 
@@ -62,6 +63,12 @@ def _zero3(params: int, layer: int, gpus: int, nodes: int, offload: str, init: b
     return 4 * layer, params * max(made, 18 / nodes)
 
 
+_THUMBS = {
+    2: "1.2 x (parameters + gradients + Adam states / ranks)",
+    3: "1.3 x (parameters + gradients + master + Adam states) / ranks",
+}
+
+
 def rule_of_thumb(number: int, params: int, ranks: int) -> float | None:
     """Bytes on a GPU by the rule that goes from hand to hand: 1.2 x (parameters + gradients + Adam states / N) at stage 2,
     1.3 x (parameters + gradients + master + Adam states) / N at stage 3; None for others. Parameters and gradients have 16
@@ -70,17 +77,40 @@ def rule_of_thumb(number: int, params: int, ranks: int) -> float | None:
     return rules[number] * params if number in rules else None
 
 
-def beside(choice: Choice, params: int, largest: int, cluster: Cluster) -> Iterator[str]:
-    """Lines with what others say of the same stage and offload, where they have something to say."""
+def beside(
+    choice: Choice, params: int, largest: int, cluster: Cluster, device: Mapping[str, int]
+) -> Iterator[str]:
+    """Lines with what others say of the same stage and offload, where they have something to say. ``device``: our bytes on a
+    rank by kind, as :func:`~onecopy.planner.report.plan_report` has them."""
     thumb = rule_of_thumb(choice.number, params, cluster.ranks)
     if thumb is None:
         return
-    if (choice.optimizer, choice.parameter) == ("device", "device"):
-        misses = "master weights, " * (choice.number < 3)
-        yield f"rule of thumb: {human_gb(thumb)} on a rank; it has no {misses}activations or buffers, but a factor for them"
+    on_device = (choice.optimizer, choice.parameter) == ("device", "device")
+    if on_device:
+        held = human_gb(sum(device.get(state, 0) for state in STATES))
+        yield (
+            f"rule of thumb, {_THUMBS[choice.number]}: {human_gb(thumb)} on a rank, beside {held} of states and a peak of "
+            f"{human_gb(device['peak'])} here. It misses {_missed(choice.number, params, device)}"
+        )
+    else:
+        yield f"rule of thumb: {human_gb(thumb)} on a rank; it knows no offload"
     offload = "opt+param" if choice.parameter != "device" else "opt" if choice.optimizer != "device" else "none"
     theirs = deepspeed_estimate(choice.number, params, largest, cluster.gpus, cluster.nodes, offload=offload)
     yield (
         f"DeepSpeed's estimator: {human_gb(theirs['gpu'])} on a rank and {human_gb(theirs['host'])} of host memory on a "
         f"node, {_BUFFER:g} times what it counts; it has no activations or buffers"
     )
+
+
+def _missed(number: int, params: int, device: Mapping[str, int]) -> str:
+    """What the rule of stage ``number`` has no term for, in our bytes; its factor stands for all of it."""
+    own = {
+        "master weights": device.get("master", 0) if number in _WITHOUT_MASTER else 0,
+        "gathered parameters": device.get("gather_buffer", 0),
+        "what is being reduced": device.get("reduce_buffer", 0),
+        "activations": device.get("activations", 0),
+    }
+    said = [f"{name} ({human_gb(size)})" for name, size in own.items() if size]
+    surplus = 2 * params - device.get("gradient", 0)
+    cut = f", and has gradients whole: {human_gb(surplus)} too many" if number in _WITHOUT_MASTER and surplus > 0 else ""
+    return f"{', '.join(said) or 'nothing that is counted here'}{cut}; its factor is for what it misses"

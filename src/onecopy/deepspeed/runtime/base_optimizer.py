@@ -29,6 +29,9 @@ class ZeROOptimizer(DeepSpeedOptimizer, torch.optim.Optimizer):
     groups of the one that is stepped.
     """
 
+    # A schedule made on this object asks whether it was stepped before the schedule; the engine steps the other one.
+    _opt_called = True
+
     def __init__(self, optimizer: torch.optim.Optimizer, engine: DeepSpeedEngine) -> None:
         # Not Optimizer.__init__: the groups and states are the other's.
         self.optimizer = optimizer
@@ -42,8 +45,8 @@ class ZeROOptimizer(DeepSpeedOptimizer, torch.optim.Optimizer):
 
     @property
     def overflow(self) -> bool:
-        """Was the last step skipped, because a gradient was not finite?"""
-        return not self._of().was_step_applied() and self._of().global_steps > 0
+        """Was the last window skipped, because a gradient was not finite?"""
+        return self._of().overflow
 
     @property
     def loss_scale(self) -> float:

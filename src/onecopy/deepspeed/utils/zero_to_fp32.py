@@ -13,10 +13,9 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from onecopy.checkpoint.export import Options, dtype_of, export_checkpoint
+from onecopy.checkpoint.export import Options, export_checkpoint
 from onecopy.checkpoint.format import Parameter, Stored
 from onecopy.checkpoint.sources import Source, open_source
-from onecopy.cluster import quantity
 from onecopy.errors import OneCopyError
 
 __all__ = [
@@ -29,7 +28,7 @@ __all__ = [
 ]
 
 AnyModule = TypeVar("AnyModule", bound=nn.Module)
-_CHUNK = 1 << 24  # elements
+_CHUNK = 1 << 22  # elements
 
 
 class LazyTensor:
@@ -102,10 +101,9 @@ def convert_zero_checkpoint_to_state_dict(
     ``dtype``: of floating-point parameters and buffers. Files of these names are replaced. A range of one tensor is in memory
     at a time.
     """
-    limit = quantity(max_shard_size, "max_shard_size", size=True) if isinstance(max_shard_size, str) else max_shard_size
-    options = Options(
-        dtype=dtype_of(dtype),
-        limit=limit,
+    options = Options.of(
+        dtype,
+        max_shard_size,
         frozen=not exclude_frozen_parameters,
         adapters=False,
         beside=False,
