@@ -6,7 +6,8 @@ VENV ?= .venv
 # there is no GPU. `==2.13.0` also matches the CPU build (2.13.0+cpu) where an index offers it; to name an index, pass
 # TORCH="torch==2.13.0 --index-url URL".
 TORCH ?= torch==2.13.0
-WORKERS ?= 2
+# More than the two cores of a small machine: ranks wait for each other and processes for their start.
+WORKERS ?= 3
 ARGS ?=
 
 BIN := $(VENV)/bin
@@ -21,7 +22,7 @@ train: $(READY) ## train a GPT on the standard library's sources, resuming what 
 	@$(BIN)/onecopy train $(ARGS)
 
 test: lint ## linter, types and all tests; ARGS="-k name"
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(ARGS)
 
 lint: $(READY) ## linter and types alone
 	$(BIN)/ruff check .

@@ -5,7 +5,7 @@
 
 One rank trains ``--gb`` of fp32 weights and AdamW moments. Every mode lives in a process of its own with its own state;
 in each round each mode in turn saves, and then loads with its files dropped from the page cache. **raw** writes as many
-bytes to one file, in blocks of 8 MiB from one buffer, and calls ``fsync``; it reads them back into that buffer. Every other
+bytes of memory to one file, in blocks of 8 MiB, and calls ``fsync``; it reads them back to where they were. Every other
 mode's save is timed until its files are durable: torch's does that itself, DeepSpeed's files are given to ``fsync`` after.
 Ratios are medians over the rounds of raw's seconds / the mode's, of the same round; memory is the peak of the resident set
 above what it was before the call.
@@ -73,19 +73,19 @@ class Raw:
 
     def __init__(self, size: int) -> None:
         self.size = size
-        self.buffer = torch.randint(0, 255, (BLOCK,), dtype=torch.uint8).numpy().data
+        self.buffer = torch.randint(0, 255, (size,), dtype=torch.uint8).numpy().data
 
     def save(self, folder: Path) -> None:
         folder.mkdir()
         with open(folder / "bytes", "wb", buffering=0) as file:
             for at in range(0, self.size, BLOCK):
-                file.write(self.buffer[: self.size - at])
+                file.write(self.buffer[at : at + BLOCK])
             os.fsync(file.fileno())
 
     def load(self, folder: Path) -> None:
         with open(folder / "bytes", "rb", buffering=0) as file:
-            while file.readinto(self.buffer):
-                pass
+            for at in range(0, self.size, BLOCK):
+                file.readinto(self.buffer[at : at + BLOCK])
 
 
 class OneCopy:

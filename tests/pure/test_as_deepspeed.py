@@ -232,8 +232,6 @@ def test_the_accelerator_and_activation_checkpointing() -> None:
     assert accelerator.on_accelerator(torch.ones(1, device=accelerator.device_name()))
     assert accelerator.total_memory() > accelerator.available_memory() > 0
     deepspeed.checkpointing.configure(mpu_=None, partition_activations=False, profile=None)
-    with pytest.raises(ConfigError, match="checkpoint_in_cpu=True"):
-        deepspeed.checkpointing.configure(None, checkpoint_in_cpu=True)
     x = torch.ones(3, requires_grad=True)
     calls: list[int] = []
     loss = deepspeed.checkpointing.checkpoint(lambda t: (calls.append(1), (t * t).sum())[1], x)

@@ -138,6 +138,9 @@ def test_a_damaged_checkpoint_leaves_nothing(exported: tuple[Path, dict[str, Ten
     finally:
         path.write_bytes(whole)
     assert not (tmp_path / "out").exists()
+    (tmp_path / "file").touch()
+    with pytest.raises(CheckpointError, match=r"file cannot be written: .*File exists"):
+        export_checkpoint(open_source(top / "saved", None), tmp_path / "file", Options())
     with pytest.raises(CheckpointError, match=r"--model-dir .* is no folder"):
         export_checkpoint(open_source(top / "saved", None), tmp_path / "out", Options(model_dir=str(tmp_path / "no")))
     assert not (tmp_path / "out").exists()

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import textwrap
 import time
+from importlib.metadata import distributions
 from pathlib import Path
 
 import pytest
@@ -192,3 +193,33 @@ def test_interruption_is_one_line_and_ends_the_ranks(tmp_path: Path) -> None:
     for path in pids:
         with pytest.raises(ProcessLookupError):
             os.kill(int(path.read_text()), 0)
+
+
+DEEPSPEED_SCRIPT = """
+    import importlib.util, os, sys
+    assert importlib.util.find_spec("deepspeed") is not None
+    import deepspeed
+    from deepspeed.ops.adam import FusedAdam
+    assert deepspeed.__name__ == "onecopy.deepspeed" and FusedAdam.__module__ == "onecopy.deepspeed.ops.adam"
+    names = ("RANK", "LOCAL_SIZE", "CROSS_SIZE")
+    sys.stdout.write(f"{sys.argv[1:]} {[os.environ.get(name) for name in names]}\\n")
+    sys.exit(7 if "fail" in sys.argv and os.environ["RANK"] == "1" else 0)
+"""
+
+
+@pytest.mark.skipif(
+    any("+onecopy" not in found.version for found in distributions(name="deepspeed")), reason="DeepSpeed is installed"
+)
+def test_the_name_deepspeed_in_every_rank(tmp_path: Path) -> None:
+    """By ``onecopy launch --as-deepspeed``, and by the command with DeepSpeed's own flags."""
+    path = script(tmp_path, DEEPSPEED_SCRIPT)
+    done = launch("--nproc", "2", "--as-deepspeed", path, "--x", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == [f"['--x'] ['{rank}', None, None]" for rank in range(2)]
+    command = [sys.executable, "-m", "onecopy.deepspeed.launcher.runner", "--include", "localhost:0,1", path, "fail"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 7 and "rank 1 (pid " in done.stderr
+    assert "['--local_rank=0', 'fail'] ['0', '2', '1']" in done.stdout
+    command[3:5] = ["--include", "localhost:0@localhost:9"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 2 and re.match("error: localhost has no device 9; it has 0, 1", done.stderr)

@@ -16,6 +16,7 @@ from onecopy.checkpoint.convert import convert as write_ours
 from onecopy.checkpoint.dcp_write import to_dcp
 from onecopy.checkpoint.export import Options, export_checkpoint
 from onecopy.checkpoint.facts import check_everything, facts_of
+from onecopy.checkpoint.release import writing_to
 from onecopy.checkpoint.sources import Source, open_source
 from onecopy.checkpoint.store import human
 from onecopy.errors import CheckpointError, ConfigError
@@ -105,7 +106,8 @@ def convert(
     if to not in ("onecopy", "dcp"):
         raise ConfigError(f"--to {to!r} is not a kind of checkpoint that is written; it is onecopy or dcp")
     source = open_source(checkpoint, tag, optimizer_states=not weights_only)
-    written = to_dcp(source, out, not weights_only) if to == "dcp" else write_ours(source, out, None, not weights_only)
+    with writing_to(out):
+        written = to_dcp(source, out, not weights_only) if to == "dcp" else write_ours(source, out, None, not weights_only)
     notes = source.manifest.plan.get("notes", [])
     if as_json:
         typer.echo(json.dumps({"from": str(source.folder), "kind": source.kind, "folder": written, "notes": notes}))

@@ -19,7 +19,7 @@ from onecopy.checkpoint.beside import adapter_files, model_files
 from onecopy.checkpoint.format import decode, dtype_name
 from onecopy.checkpoint.modules import extra_modules, persistent_buffers
 from onecopy.checkpoint.recorded import describe
-from onecopy.checkpoint.release import Content, Entry, Release
+from onecopy.checkpoint.release import Content, Entry, Release, writing_to
 from onecopy.checkpoint.sources import Source
 from onecopy.checkpoint.whole import whole_units
 from onecopy.cluster import quantity
@@ -160,19 +160,24 @@ def export_checkpoint(source: Source, out: str | os.PathLike[str], options: Opti
         cast = options.dtype if options.cast_buffers else None
         described.append(_Described(tuple(names), stored.shape, _target(getattr(torch, stored.dtype), cast)))
     folders = _folders(described, manifest.model, options)
-    release = Release(Path(out), folders, options.replace)
+    with writing_to(Path(out)):
+        files = _fill(Release(Path(out), folders, options.replace), source, shared)
+    return _report(Path(out), files, folders, notes)
+
+
+def _fill(release: Release, source: Source, shared: Mapping[tuple[str, str], list[str]]) -> list[str]:
+    """Write all of ``source``, whose buffers have the names in ``shared``; returns the names of the files."""
     try:
         for name, values, start in source.values(_CHUNK):
             release.put(name, values, start)
         for names in shared.values():
-            release.put(names[0], source.reader.whole(manifest.buffers[names[0]]))
-        files = release.commit()
+            release.put(names[0], source.reader.whole(source.manifest.buffers[names[0]]))
+        return release.commit()
     except BaseException:
         release.discard()
         raise
     finally:
         source.reader.close()
-    return _report(Path(out), files, folders, notes)
 
 
 # An engine

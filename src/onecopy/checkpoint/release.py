@@ -9,8 +9,10 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -22,9 +24,9 @@ from onecopy.checkpoint.store import human
 from onecopy.checkpoint.tensors import header_of, sync_folder, write_durably
 from onecopy.errors import CheckpointError
 
-__all__ = ["Content", "Entry", "Release"]
+__all__ = ["Content", "Entry", "Release", "writing_to"]
 
-_WEIGHTS = (".safetensors", ".bin", ".index.json")
+_WEIGHTS = re.compile(r".*\.safetensors|.*\.index\.json|(model|pytorch_model|adapter_model).*\.bin")
 
 
 @dataclass(frozen=True)
@@ -141,7 +143,7 @@ class Release:
 
     def _refuse_weights(self) -> None:
         for name in self.folders:
-            found = sorted(path for path in (self.out / name).glob("*") if path.name.endswith(_WEIGHTS))
+            found = sorted(path for path in (self.out / name).glob("*") if _WEIGHTS.fullmatch(path.name))
             if found:
                 raise CheckpointError(
                     f"{self.out} has weights already ({found[0].name}), which could be taken for the exported ones; remove "
@@ -206,6 +208,15 @@ class Release:
         for path in self._made:
             if path.is_dir() and not any(path.iterdir()):
                 path.rmdir()
+
+
+@contextmanager
+def writing_to(out: Path) -> Iterator[None]:
+    """What the operating system refuses inside is a :class:`CheckpointError` that names ``out``."""
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(f"{out} cannot be written: {error}") from error
 
 
 def _index_text(content: Content) -> str:

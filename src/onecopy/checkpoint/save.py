@@ -220,8 +220,7 @@ def _prepare(engine: Engine, tag: str, wish: Wish) -> Prepared:
     for unit in core.run.units:
         for weights in unit.weights:
             weights.notice_writes()
-            if wish.frozen or weights.spec.trainable:
-                _add_weights(prepared, core, weights)
+            _add_weights(prepared, core, weights)
     if core.ranks.rank == 0:
         _add_modules(prepared, engine.module)
     prepared.share.own = own.collect(wish.data, engine.device, lambda key, value: _store(prepared, key, value))

@@ -39,7 +39,6 @@ _UNITS = "parameters are gathered and gradients reduced a unit at a time, so the
 _FLAT = "gradients are always reduced from one contiguous buffer per unit"
 _HELD = "only the units in the prefetch window are held gathered"
 _SAME = "the arithmetic of the mean is fixed, so the factor would cancel out"
-_NOWHERE = "DeepSpeed reads no such section either; tensorboard, wandb, comet, csv_monitor and comms_logger stand alone"
 _SPEED = "it would change speed only, and there is nothing here that it applies to"
 
 
@@ -337,8 +336,6 @@ class _Tools(Section):
     autotuning: Annotated[Any, Note("onecopy plan --search finds the settings before a run")] = None
     graph_harvesting: Annotated[Switch, Note(_SPEED)] = False
     datastates_ckpt: Annotated[Any, Note("a checkpoint is plain tensors and JSON; every rank writes its own shard")] = None
-    monitor_config: Annotated[Any, Note(_NOWHERE)] = None
-    comms_config: Annotated[Any, Note(_NOWHERE)] = None
 
 
 _AUTOCAST = "call the engine inside torch.autocast, or set bf16"
