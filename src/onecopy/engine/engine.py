@@ -20,7 +20,6 @@ from onecopy.checkpoint.save import save
 from onecopy.checkpoint.whole import full_state_dict
 from onecopy.cluster import quantity
 from onecopy.comm import assembly, watch
-from onecopy.engine.agreement import look
 from onecopy.engine.build import Core
 from onecopy.engine.hooks import scaled_loss
 from onecopy.engine.parameter import home_of
@@ -295,7 +294,7 @@ class Engine(nn.Module):
         gradient = {memory.tier: memory.live["gradient"] for memory in core.tiers.all}
         # Gradients are too large by the loss scale, and too small where ranks had no data.
         scale = self._scaler.scale / self._shares.take()
-        state = look(core.run.units, core.tiles.options() if core.tiles is not None else [], stepper.edits)
+        state = stepper.look()
         verdict = stepper.agree(scale, core.rounds.late(), state)
         if any(verdict.late):
             stepper.refuse_early("gradients came after their unit was sent")
@@ -316,6 +315,7 @@ class Engine(nn.Module):
         self.grad_norm = verdict.norm
         if verdict.finite:
             stepper.apply(verdict, scale)
+            self.grad_norm = verdict.norm  # step hooks may have changed gradients
             if core.scheduler is not None:
                 self._ticks.tick(core.scheduler)
         else:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import math
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import closing
+from contextlib import closing, contextmanager
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,7 +17,7 @@ import torch.distributed as dist
 from onecopy.comm import meeting
 from onecopy.comm.collectives import Edge
 from onecopy.comm.groups import Ranks
-from onecopy.engine.agreement import State, refuse_unless_alike
+from onecopy.engine.agreement import State, look, refuse_unless_alike
 from onecopy.engine.beside import Beside, Task
 from onecopy.engine.gradients import Gradients
 from onecopy.engine.precision import LossScaler
@@ -34,12 +36,14 @@ __all__ = ["Stepper", "Verdict"]
 
 class Verdict:
     """What all ranks agreed on before a step: the global norm of the unscaled gradients, whether it is finite, for each
-    buffer which of its parameters some rank used, and for which units some rank has gradients that it has not sent."""
+    buffer which of its parameters some rank used, for which units some rank has gradients that it has not sent, and whether
+    some rank's optimizer has step hooks, which may change anything."""
 
-    def __init__(self, norm: float, used: dict[str, list[bool]], late: list[bool]) -> None:
+    def __init__(self, norm: float, used: dict[str, list[bool]], late: list[bool], hooked: bool = False) -> None:
         self.norm = norm
         self.used = used
         self.late = late
+        self.hooked = hooked
 
     @property
     def finite(self) -> bool:
@@ -64,6 +68,9 @@ class Stepper:
         self._when = run.schedule.plan.step.when
         # What is stepped on a thread: in a backward pass, or after the step that it belongs to.
         self._beside = Beside(tiles, tiers) if self._when != "boundary" else None
+        if self._beside is not None:
+            for register in (tiles.optimizer.register_state_dict_pre_hook, tiles.optimizer.register_load_state_dict_pre_hook):
+                register(_at_rest(weakref.ref(self)))
         if self._when == "backward":
             run.settled = self._step_early
         self._moments: dict[Tier, int] = {}
@@ -77,9 +84,15 @@ class Stepper:
 
     # Agreeing
 
+    def look(self) -> State:
+        """What the ranks must have done alike; what was written to parameters so far is taken in."""
+        what = partial(look, self._run.units, self._tiles.options(), self.edits)
+        # While a step runs beside, a write cannot be taken in, and is an error on every rank.
+        return meeting.all_or_none(what) if self._when == "delayed" else what()
+
     def agree(self, scale: float, late: list[bool], state: State) -> Verdict:
-        """One small all-reduce: the ``norm_type`` norm over all elements once, the parameters used, the units ``late``, and
-        whether ``state`` has the same ``repr`` on every rank.
+        """One small all-reduce: the ``norm_type`` norm over all elements once, the parameters used, the units ``late``,
+        whether there are step hooks, and whether ``state`` has the same ``repr`` on every rank.
 
         Each rank adds up its own piece, whatever it holds beside it, so every layout gives the same parts. ``scale``:
         the loss scale in the gradients.
@@ -88,16 +101,16 @@ class Stepper:
         kind = self._clip.norm_type
         part = self._part(kind)
         own = _number_of(state)
-        flags = [float(own), float(_LARGEST - own), *(float(unsent) for unsent in late)]
+        flags = [float(own), float(_LARGEST - own), float(self._tiles.hooked), *(float(unsent) for unsent in late)]
         flags += [float(used) for gradients in self._buffers for used in gradients.marks.used]
         ballot = torch.tensor([part, *flags], dtype=torch.float64, device="cpu")
         if self._world is not None:
             self._world.all_reduce(ballot, "vote", dist.ReduceOp.MAX if kind == math.inf else dist.ReduceOp.SUM)
-        total, one, other, *counts = ballot.tolist()
+        total, one, other, hooked, *counts = ballot.tolist()
         if (one + other != _LARGEST) if kind == math.inf else (one != own * self._ranks.mesh.world):
             refuse_unless_alike(state, self._run.units)
         norm = total if kind == math.inf else _root(total, kind)
-        return Verdict(norm / scale, self._flags(counts[len(late) :]), [count > 0 for count in counts[: len(late)]])
+        return Verdict(norm / scale, self._flags(counts[len(late) :]), [n > 0 for n in counts[: len(late)]], hooked > 0)
 
     def _part(self, kind: float) -> float:
         """This rank's share: the largest element, or the sum of ``|g| ** kind``."""
@@ -174,11 +187,23 @@ class Stepper:
         What was stepped beside the backward pass is sent; a step that is delayed begins, and the one before it is sent.
         """
         self.edits = []
+        self._tiles.check_groups()
+        with self._tearing():
+            self._tiles.whole_step(partial(self._proceed, verdict, scale))
+
+    def _proceed(self, verdict: Verdict, scale: float) -> None:
+        """The optimizer's step hooks have run: what they did to gradients, parameters and options counts, and is agreed on
+        as what the training loop did before, in the same ``verdict``."""
+        if verdict.hooked:
+            self.join_early()
+            after = self.agree(scale, [], self.look())
+            verdict.norm, verdict.used, self.edits = after.norm, after.used, []
+            if not verdict.finite:
+                raise EngineError("gradients are not finite after the optimizer's step hooks")
         factor = 1.0 / scale
         if self._clip.max_norm is not None:
             # As torch.nn.utils.clip_grad_norm_ does it.
             factor *= min(1.0, self._clip.max_norm / (verdict.norm + 1e-6))
-        self._tiles.check_groups()
         if self._when == "delayed":
             self.quiet()
             self._begin_delayed(verdict, factor)
@@ -186,17 +211,22 @@ class Stepper:
             self._move(partial(self._step_units, verdict, factor))
 
     def _move(self, steps: Callable[[], None]) -> None:
-        """``steps`` change the parameters; when they are interrupted, the engine is torn."""
-        try:
-            with self._run.writing(), torch.no_grad():
-                self._tiles.whole_step(steps)
-        except BaseException as error:  # Ctrl-C too
-            self.torn = f"{type(error).__name__}: {error}"
-            self.discard()
-            raise
+        """``steps`` change the parameters."""
+        with self._tearing(), self._run.writing(), torch.no_grad():
+            steps()
         for tier, size in self._tiles.moments().items():
             self._tiers.memory(tier).count("moments", size - self._moments.get(tier, 0))
             self._moments[tier] = size
+
+    @contextmanager
+    def _tearing(self) -> Iterator[None]:
+        """What is interrupted in here leaves the engine torn."""
+        try:
+            yield
+        except BaseException as error:  # Ctrl-C too
+            self.torn = self.torn or f"{type(error).__name__}: {error}"
+            self.discard()
+            raise
 
     def _step_units(self, verdict: Verdict, factor: float) -> None:
         """A disk that fails on one rank fails the step on all: until then the others get what they wait for."""
@@ -283,11 +313,9 @@ class Stepper:
     def _step_early(self, unit: UnitRun) -> None:
         """The gradients of ``unit`` are whole: step it now, unless the vote has to be heard first."""
         assert self._beside is not None
-        if unit in self._beside.units:
-            raise EngineError(
-                f"gradients came for unit {unit.name!r} after it was stepped: with StepPolicy(when='backward') the last "
-                "micro-batch of a window has one backward pass; use when='boundary'"
-            )
+        if unit in self._beside.units:  # join_early() says so; an error here would leave the other ranks waiting
+            self._beside.again.append(unit)
+            return
         pairs = [(gradients, _weights_of(unit, gradients)) for gradients in unit.gradients]
         # What this rank did not use another may have used, or none; what was written has to be looked at first.
         if all(all(gradients.marks.used) and not weights.was_written() for gradients, weights in pairs):
@@ -299,14 +327,32 @@ class Stepper:
             self._beside.add(unit, tasks, 1.0, look=True)
 
     def join_early(self) -> None:
-        """Wait for what is stepped in the backward pass. Raises :class:`EngineError` where that cannot stand."""
-        if self._when != "backward" or self._beside is None or not self._beside.units:
-            return
+        """Wait for what is stepped in the backward pass. Raises on every rank where that cannot stand on one."""
+        if self._when == "backward":
+            with self._tearing():
+                meeting.all_or_none(self._join_early)
+
+    def _join_early(self) -> None:
+        assert self._beside is not None
         self.quiet()
-        if self.edits:
+        units = self._beside.units
+        if self._beside.again:
+            self.refuse_early(f"gradients came for unit {self._beside.again[0].name!r} in a second backward pass")
+        if units and self.edits:
             self.refuse_early("p.grad was changed after the backward pass")
-        if any(weights.was_written() for unit in self._beside.units for weights in unit.weights if weights.spec.trainable):
+        if any(weights.was_written() for unit in units for weights in unit.weights if weights.spec.trainable):
             self.refuse_early("parameters were written, or their .data was taken, after the backward pass")
+        if self._beside.reset():
+            self.refuse_early("options of the optimizer, such as its learning rate, were changed after the backward pass")
+
+    def refuse_between(self, what: str) -> None:
+        """Raise :class:`EngineError` between a backward pass that stepped units and the step: ``what`` would meet a mixture
+        of states before and after the step. The same on all ranks."""
+        if self._when == "backward" and any(gradients.settled for gradients in self._buffers):
+            raise EngineError(
+                f"{what} between the backward pass and engine.step(): StepPolicy(when='backward') has stepped a part of the "
+                "states already; do it before the backward pass or after the step, or use when='boundary'"
+            )
 
     def refuse_early(self, why: str) -> None:
         """Raise :class:`EngineError` where units are stepped before the vote, which would have heeded ``why``."""
@@ -348,7 +394,7 @@ class Stepper:
         """The engine is closed. Is there a delayed step that will never reach the parameters?"""
         lost = self._when == "delayed" and self._beside is not None and bool(self._beside.units)
         if self._beside is not None:
-            self._beside.abandon()
+            self._beside.close()
         return lost
 
     def _encode(self, unit: UnitRun) -> None:
@@ -369,6 +415,18 @@ class Stepper:
         self.edits = []
         for gradients in self._buffers:
             gradients.drop()
+
+
+def _at_rest(stepper: weakref.ref[Stepper]) -> Callable[..., None]:
+    """A hook: the optimizer's states are not read or replaced while they are stepped."""
+
+    def wait(*_: Any) -> None:
+        owner = stepper()
+        if owner is not None and owner._beside is not None:
+            owner._beside.join()
+            owner.refuse_between("state_dict() or load_state_dict() of the optimizer")
+
+    return wait
 
 
 def _settle(disk: Disk, problem: DiskError | None) -> None:
