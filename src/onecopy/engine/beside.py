@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import weakref
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, suppress
@@ -49,7 +50,7 @@ class Beside:
         self._tiers = tiers
         self._pool = ThreadPoolExecutor(1, "onecopy-step")
         weakref.finalize(self, self._pool.shutdown, wait=False)
-        self._running: list[tuple[Task, Future[None]]] = []
+        self._running: deque[tuple[Task, Future[None]]] = deque()
         self._optimizer: Optimizer | None = None
         self._before: list[dict[str, Any]] = []
         self._scratch: torch.Tensor | None = None
@@ -69,10 +70,15 @@ class Beside:
             self._running.append((task, self._pool.submit(self._step, task, factor, look, arrived)))
 
     def join(self) -> None:
-        """Wait until everything handed over is stepped; raises what went wrong on the thread."""
-        running, self._running = self._running, []
-        failed = [error for _, future in running if (error := future.exception()) is not None]
-        for task, _ in running:
+        """Wait until everything handed over is stepped; raises what went wrong on the thread. Where the wait is interrupted,
+        the next one goes on."""
+        failed = []
+        while self._running:
+            task, future = self._running[0]
+            error = future.exception()
+            self._running.popleft()
+            if error is not None:
+                failed.append(error)
             task.weights.writes.busy = False
             if task.owned:
                 self._tiers.host.drop("gradient", task.total)
@@ -108,7 +114,7 @@ class Beside:
     def close(self) -> None:
         """The thread ends, and nothing can be handed to it any more."""
         self.abandon()
-        self._pool.shutdown()
+        self._pool.shutdown(wait=False)
 
     def _begin(self) -> None:
         self._optimizer = self._tiles.as_set_now()
