@@ -180,6 +180,8 @@ def with_moments(moments: Layout) -> Plan:
         (stage(2, step=StepPolicy(ratio=1.5)), "step ratio is 1.5; it must be"),
         (stage(2, step=StepPolicy(tile=0)), "step tile is 0; it must be"),
         (stage(2, scratch=Scratch("/tmp", staging=0)), "scratch staging is 0"),
+        (stage(2, scratch=Scratch(" ")), "scratch folder is ' '"),
+        (stage(2, scratch=Scratch(7)), "scratch folder is 7"),  # type: ignore[arg-type]
         (stage(2, caps=Caps(host=-1)), "cap of host memory in bytes is -1"),
     ],
 )

@@ -230,14 +230,19 @@ def test_without_o_direct_it_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_memory_is_no_disk(tmp_path: Path) -> None:
+    """And its rate is found in the room that the states take: there may be no other."""
     shm = Path("/dev/shm")
     if scratch.Filesystem(shm).kind != "tmpfs" or not os.access(shm, os.W_OK) or scratch.Filesystem(shm).free() < 1 << 26:
         pytest.skip("no tmpfs to write to")
     folder = shm / f"onecopy-test-{os.getpid()}"
     folder.mkdir()
     try:
-        with pytest.warns(UserWarning, match=r"on tmpfs at /dev/shm, memory and no disk.*\d GB/s written, .*\d GB/s read"):
-            disk, _ = opened(folder, {"master": 1})
+        said = r"on tmpfs at /dev/shm, memory and no disk.*\d GB/s written, .*\d GB/s read"
+        with largest_file(1 << 16), pytest.warns(UserWarning, match=said):
+            disk, regions = opened(folder, {"master": 10000})
+        found = torch.ones(10000, dtype=torch.uint8)
+        disk.read_into(regions["master"], 0, found)
+        assert not found.any()
         disk.close()
     finally:
         folder.rmdir()

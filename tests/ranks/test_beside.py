@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import onecopy
@@ -84,6 +87,29 @@ def test_parts_that_only_some_ranks_use_wait_for_the_vote() -> None:
     assert run_ranks(parts_run, 2) == [[True, True]] * 2
 
 
+def _write(weight: Any, rank: int) -> None:
+    with torch.no_grad():
+        weight.mul_(2)
+
+
+def _halve_rates(engine: Any, *_: Any) -> None:
+    for group in engine.optimizer.param_groups:
+        group["lr"] /= 2
+
+
+AFTER: dict[str, Callable[[Any, Any, int], Any]] = {
+    "nothing": lambda engine, weight, rank: None,
+    "clipped": lambda engine, weight, rank: nn.utils.clip_grad_norm_(engine.module.parameters(), 1e-3),
+    "discarded": lambda engine, weight, rank: engine.discard_gradients(),
+    "written": lambda engine, weight, rank: _write(weight, rank),
+    "looked at": lambda engine, weight, rank: weight.data.norm() if rank == 0 else None,
+    "another rate": _halve_rates,
+    "another rate by a hook": lambda engine, weight, rank: engine.optimizer.register_step_pre_hook(
+        lambda *_: _halve_rates(engine)
+    ),
+}
+
+
 def refused_in_backward(rank: int, world: int, folder: str, how: str) -> list[str]:
     """What is said when something comes after units were stepped, and that a checkpoint mends it."""
     said = []
@@ -106,14 +132,8 @@ def refused_in_backward(rank: int, world: int, folder: str, how: str) -> list[st
             (loss * float("nan")).backward()
         else:
             loss.backward()
-        if how == "clipped":
-            torch.nn.utils.clip_grad_norm_(engine.module.parameters(), 1e-3)
-        elif how == "discarded":
-            engine.discard_gradients()
-            assert not engine._core.stepper.has_gradients()  # type: ignore[union-attr]
-        elif how == "written":
-            with torch.no_grad():
-                weight.mul_(2)
+        handle = AFTER.get(how, AFTER["nothing"])(engine, weight, rank)
+        assert how != "discarded" or not engine._core.stepper.has_gradients()  # type: ignore[union-attr]
         engine.step()
     except OneCopyError as error:
         said.append(str(error))
@@ -123,6 +143,8 @@ def refused_in_backward(rank: int, world: int, folder: str, how: str) -> list[st
         engine.step()
     except OneCopyError as error:
         said.append(str(error))
+    if "hook" in how:
+        handle.remove()
     engine.discard_gradients()
     engine.load(folder)
     after = go_on(engine, rank, 1, first=1)
@@ -141,6 +163,9 @@ def refused_in_backward(rank: int, world: int, folder: str, how: str) -> list[st
         ("clipped", "p.grad was changed"),
         ("discarded", "interrupted: gradients were discarded"),
         ("written", "parameters were written"),
+        ("looked at", "parameters were written"),  # on rank 0 alone
+        ("another rate", "its learning rate, were changed"),
+        ("another rate by a hook", "its learning rate, were changed"),
     ],
 )
 def test_what_comes_after_a_unit_was_stepped_is_refused(how: str, words: str, tmp_path: Path) -> None:
@@ -149,7 +174,160 @@ def test_what_comes_after_a_unit_was_stepped_is_refused(how: str, words: str, tm
         assert "load() a checkpoint" in said[1] and said[-1] == "True", said
 
 
+# What meets the states themselves, which are half stepped.
+MEETS: dict[str, Callable[[Any, Any, str], Any]] = {
+    "full_param": lambda engine, weight, folder: onecopy.full_param(weight),
+    "set_full_param": lambda engine, weight, folder: onecopy.set_full_param(weight, torch.zeros(weight.shape)),
+    "set_full_grad": lambda engine, weight, folder: onecopy.set_full_grad(weight, torch.zeros(weight.shape)),
+    "full_state": lambda engine, weight, folder: onecopy.full_state(weight, "exp_avg"),
+    "set_full_state": lambda engine, weight, folder: onecopy.set_full_state(weight, "exp_avg", torch.zeros(weight.shape)),
+    "state_dict": lambda engine, weight, folder: engine.optimizer.state_dict(),
+    "load_state_dict": lambda engine, weight, folder: engine.optimizer.load_state_dict({"state": {}, "param_groups": []}),
+    "export": lambda engine, weight, folder: engine.export(folder + "/exported", "fp32"),
+    "gathered": lambda engine, weight, folder: onecopy.gathered([weight], write_rank=0).__enter__(),
+}
+
+
+def half_stepped(rank: int, world: int, folder: str) -> dict[str, str]:
+    """What each says between the backward pass and the step; and the step goes on as if nobody had asked."""
+    said = {}
+    for number in (2, 3):
+        engine = onecopy.initialize(stack(), plan(number, "backward"), optimizer=adamw)
+        go_on(engine, rank, 1)
+        generator = torch.Generator().manual_seed(1000 + rank)
+        x, y = torch.randn(4, 33, generator=generator), torch.randn(4, 7, generator=generator)
+        ((engine(x) - y) ** 2).mean().backward()
+        for name, call in MEETS.items():
+            try:
+                call(engine, next(engine.module.parameters()), folder)
+                said[f"{name} {number}"] = "nothing"
+            except OneCopyError as error:
+                said[f"{name} {number}"] = str(error)
+        engine.step()
+        twin = onecopy.initialize(stack(), plan(number, "boundary"), optimizer=adamw)
+        go_on(twin, rank, 2)
+        said[f"same {number}"] = str(same([*engine.full_state_dict().values()], [*twin.full_state_dict().values()]))
+        engine(x).sum().backward()
+        with torch.no_grad():
+            engine.load_state_dict({name: value / 2 for name, value in engine.full_state_dict().items()})
+        try:
+            engine.step()
+        except OneCopyError as error:
+            said[f"written {number}"] = str(error)
+        engine.close(), twin.close()
+    return said
+
+
+def test_states_that_are_half_stepped_are_not_met(tmp_path: Path) -> None:
+    """Nothing reads or writes a mixture of states before and after a step; a write to a sharded parameter is refused too."""
+    for said in run_ranks(half_stepped, 2, str(tmp_path)):
+        assert said.pop("same 2") == said.pop("same 3") == "True"
+        for number in (2, 3):
+            assert "parameters were written" in said.pop(f"written {number}")
+        assert len(said) == 2 * len(MEETS)
+        assert not [name for name, text in said.items() if "between the backward pass and engine.step()" not in text], said
+    assert not list(tmp_path.iterdir())
+
+
+def hooks_beside(rank: int, world: int) -> list[str]:
+    """Step hooks that change the gradients, or the rate, against the loop doing the same before the step."""
+    wrong = []
+    for number in (0, 2, 3):
+        for when in ("boundary", "delayed") if number else ("boundary",):
+            runs = []
+            for by_hook in (True, False):
+                made = plan(number, when) if number else onecopy.stage(0, units=SMALL)  # type: ignore[arg-type]
+                engine = onecopy.initialize(stack(), made, optimizer=adamw)
+                params = list(engine.module.parameters())
+
+                def change(*_: Any, params: Any = params, engine: Any = engine) -> None:
+                    nn.utils.clip_grad_value_(params, 1e-3)
+                    params[1].grad = None
+                    _halve_rates(engine)
+
+                if by_hook:
+                    assert engine.optimizer is not None
+                    engine.optimizer.register_step_pre_hook(change)
+                norms = []
+                for step in range(3):
+                    generator = torch.Generator().manual_seed(1000 * step + rank)
+                    engine(torch.randn(4, 33, generator=generator)).square().mean().backward()
+                    if not by_hook:
+                        change()
+                    engine.step()
+                    norms.append(engine.grad_norm)
+                engine.finish_step()
+                runs.append([*norms, *engine.full_state_dict().values()])
+                engine.close()
+            if not same(*runs):
+                wrong.append(f"stage {number}, {when}")
+    return wrong
+
+
+@pytest.mark.filterwarnings("ignore:StepPolicy")
+def test_what_a_step_hook_changes_counts_in_its_step() -> None:
+    assert run_ranks(hooks_beside, 2) == [[], []]
+
+
 # ------------------------------------------------------------------------------------------------------------- delayed
+
+
+def looked_at_by_one(rank: int, world: int, folder: str) -> list[Any]:
+    """Rank 0 alone looks at ``.data`` while a step is delayed; and an export has the last update."""
+    engine = onecopy.initialize(stack(), plan(2, "delayed"), optimizer=adamw)
+    go_on(engine, rank, 1)
+    engine(torch.ones(2, 33)).sum().backward()
+    engine.step()
+    engine.export(folder)
+    exported = load_file(f"{folder}/model.safetensors")
+    found: list[Any] = [all(torch.equal(exported[name], value) for name, value in engine.full_state_dict().items())]
+    engine(torch.ones(2, 33)).sum().backward()
+    engine.step()
+    if rank == 0:
+        next(engine.module.parameters()).data.norm()
+    engine(torch.ones(2, 33)).sum().backward()
+    try:
+        engine.step()
+    except OneCopyError as error:
+        found.append(str(error))
+    return found
+
+
+@pytest.mark.filterwarnings("ignore:StepPolicy")
+def test_every_rank_says_what_one_did_while_a_step_is_delayed(tmp_path: Path) -> None:
+    for exported, said in run_ranks(looked_at_by_one, 2, str(tmp_path)):
+        assert exported and "'0.weight' was written, or its .data was taken" in said, said
+
+
+def tensor_rate(params: list[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(params, lr=torch.tensor(1e-2), weight_decay=0.1)
+
+
+@pytest.mark.filterwarnings("ignore:StepPolicy")
+def test_a_delayed_step_keeps_a_rate_that_is_changed_in_place() -> None:
+    engine = onecopy.initialize(stack(), plan(2, "delayed"), optimizer=tensor_rate)
+    engine(torch.ones(2, 33)).sum().backward()
+    begun, going = threading.Event(), threading.Event()
+    tiles = engine._core.tiles
+    assert tiles is not None
+    kernel = tiles._kernel
+
+    def slow(optimizer: torch.optim.Optimizer) -> None:
+        begun.set()
+        assert going.wait(60)
+        kernel(optimizer)
+
+    tiles._kernel = slow
+    engine.step()
+    assert begun.wait(60) and engine.optimizer is not None
+    engine.optimizer.param_groups[0]["lr"].fill_(0.0)
+    going.set()
+    engine.finish_step()
+    twin = onecopy.initialize(stack(), plan(2, "boundary"), optimizer=tensor_rate)
+    twin(torch.ones(2, 33)).sum().backward()
+    twin.step()
+    assert same([*engine.full_state_dict().values()], [*twin.full_state_dict().values()])
+    engine.close(), twin.close()
 
 
 def delayed_twin(world: int, steps: int, accumulation: int) -> list[Tensor]:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import onecopy
-from onecopy.errors import OneCopyError
+from onecopy.errors import OneCopyError, PlanError
 from tests.ranks import models
 from tests.ranks.harness import run_ranks
 from tests.ranks.oracle import Case, difference, every_plan, oracle, run_cases
@@ -349,3 +349,11 @@ def test_step_hooks_run_once_around_the_whole_step(tier: Any) -> None:
     assert [when for when, _ in seen] == ["before", "after"] * 2
     assert seen[0][1] == start and seen[1] == ("after", seen[2][1]) and seen[3][1] == end != start
     engine.close()
+
+
+@pytest.mark.parametrize("option", ["capturable", "differentiable"])
+def test_an_option_that_cannot_be_stepped_with(option: str) -> None:
+    """Not on the host, or not at all: one error that says which, before anything of the model changes."""
+    plan = onecopy.offload(onecopy.stage(2))
+    with pytest.raises(PlanError, match=f"AdamW fails on cpu, where its states are stepped(?s:.*)make it without {option}"):
+        onecopy.initialize(nn.Linear(3, 3), plan, optimizer=lambda params: torch.optim.AdamW(params, **{option: True}))

@@ -232,6 +232,9 @@ def _meet(engine: Engine, call: tuple[Any, ...], patience: float | None) -> None
 
 def _write(engine: Engine, out: Path, make: Callable[[], dict[str, Content]], replacing: bool, notes: list[str]) -> Exported:
     """Rank 0 writes what ``make()`` of it says, all ranks gather it."""
+    engine.finish_step()
+    if engine._core.stepper is not None:
+        engine._core.stepper.refuse_between("export()")
     made: list[Release] = []
     folders: dict[str, Content] = meeting.from_rank0(lambda: _open(made, out, make(), replacing))
     wanted = {entry.source: entry for content in folders.values() for entry in content.entries}

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import weakref
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, suppress
@@ -41,21 +42,20 @@ class Task:
 
 
 class Beside:
-    """``units`` handed over and not joined yet, in order. ``skipped``: the thread found gradients that are not finite, and
-    has stepped nothing from there on."""
+    """``units`` handed over and not taken yet, in order. ``skipped``: the thread found gradients that are not finite, and
+    has stepped nothing from there on. ``again``: units for which gradients came after they were handed over."""
 
     def __init__(self, tiles: Tiles, tiers: Tiers) -> None:
         self._tiles = tiles
         self._tiers = tiers
         self._pool = ThreadPoolExecutor(1, "onecopy-step")
         weakref.finalize(self, self._pool.shutdown, wait=False)
-        for register in (tiles.optimizer.register_state_dict_pre_hook, tiles.optimizer.register_load_state_dict_pre_hook):
-            register(_joined(weakref.ref(self)))
-        self._running: list[tuple[Task, Future[None]]] = []
+        self._running: deque[tuple[Task, Future[None]]] = deque()
         self._optimizer: Optimizer | None = None
         self._before: list[dict[str, Any]] = []
         self._scratch: torch.Tensor | None = None
         self.units: list[UnitRun] = []
+        self.again: list[UnitRun] = []
         self.skipped = False
 
     def add(self, unit: UnitRun, tasks: list[Task], factor: float, look: bool) -> None:
@@ -66,14 +66,19 @@ class Beside:
         self.units.append(unit)
         arrived = _mark(tasks)
         for task in tasks:
-            task.weights.writes.busy = True
+            task.weights.writes.busy, task.weights.writes.early = task.owned, not task.owned
             self._running.append((task, self._pool.submit(self._step, task, factor, look, arrived)))
 
     def join(self) -> None:
-        """Wait until everything handed over is stepped; raises what went wrong on the thread."""
-        running, self._running = self._running, []
-        failed = [error for _, future in running if (error := future.exception()) is not None]
-        for task, _ in running:
+        """Wait until everything handed over is stepped; raises what went wrong on the thread. Where the wait is interrupted,
+        the next one goes on."""
+        failed = []
+        while self._running:
+            task, future = self._running[0]
+            error = future.exception()
+            self._running.popleft()
+            if error is not None:
+                failed.append(error)
             task.weights.writes.busy = False
             if task.owned:
                 self._tiers.host.drop("gradient", task.total)
@@ -91,8 +96,14 @@ class Beside:
 
     def take(self) -> list[UnitRun]:
         """The units that were handed over; from here on they are not."""
-        units, self.units, self.skipped = self.units, [], False
+        units, self.units, self.again, self.skipped = self.units, [], [], False
+        for writes in (weights.writes for unit in units for weights in unit.weights):
+            writes.early = writes.overtaken = False
         return units
+
+    def reset(self) -> bool:
+        """Were the options of the user's optimizer changed since the first unit was handed over?"""
+        return bool(self.units) and _options(self._tiles.optimizer) != self._before
 
     def abandon(self) -> None:
         """Let the thread end; what it has stepped does not matter."""
@@ -100,9 +111,14 @@ class Beside:
             self.join()
         self.take()
 
+    def close(self) -> None:
+        """The thread ends, and nothing can be handed to it any more."""
+        self.abandon()
+        self._pool.shutdown(wait=False)
+
     def _begin(self) -> None:
         self._optimizer = self._tiles.as_set_now()
-        self._before = _options(self._optimizer)
+        self._before = self._tiles.options_now()
         # One for all, from the first task to the join: what is in use does not depend on how fast the thread is.
         sizes = [min(held.grid.tile, held.grid.numel) * held.dtype.itemsize for held in self._tiles.states_stepped()]
         self._scratch = self._tiers.host.alloc("workspace", max(sizes), torch.uint8)
@@ -119,17 +135,6 @@ class Beside:
             step_tiles(
                 self._tiles, self._tiers, task.weights, task.total, task.used, factor, coming, scratch, self._optimizer
             )
-
-
-def _joined(beside: weakref.ref[Beside]) -> Callable[..., None]:
-    """A hook: the optimizer's states are not read or replaced while they are stepped."""
-
-    def join(*_: Any) -> None:
-        owner = beside()
-        if owner is not None:
-            owner.join()
-
-    return join
 
 
 def _options(optimizer: Optimizer) -> list[dict[str, Any]]:

@@ -21,12 +21,11 @@ from onecopy.checkpoint.own import Stateful
 from onecopy.checkpoint.save import Wish, save
 from onecopy.checkpoint.whole import full_state_dict
 from onecopy.comm import assembly, watch
-from onecopy.engine.agreement import look
+from onecopy.engine.ballot import raise_at_floor
 from onecopy.engine.build import Core
 from onecopy.engine.hooks import scaled_loss
 from onecopy.engine.parameter import home_of
 from onecopy.engine.precision import LossScaler
-from onecopy.engine.step import raise_at_floor
 from onecopy.engine.ticking import Ticks
 from onecopy.engine.uneven import Shares, uneven
 from onecopy.errors import CheckpointError, EngineError
@@ -304,8 +303,7 @@ class Engine(nn.Module):
         gradient = {memory.tier: memory.live["gradient"] for memory in core.tiers.all}
         # Gradients are too large by the loss scale, and too small where ranks had no data.
         scale = self._scaler.scale / self._shares.take()
-        options = core.tiles.options() if core.tiles is not None else []
-        state = look(core.run.units, options, stepper.edits, self._saves.failure())
+        state = stepper.look(self._saves.failure())
         verdict = stepper.agree(scale, core.rounds.late(), state)
         if any(verdict.late):
             stepper.refuse_early("gradients came after their unit was sent")
@@ -326,6 +324,7 @@ class Engine(nn.Module):
         self.grad_norm = verdict.norm
         if verdict.finite:
             stepper.apply(verdict, scale)
+            self.grad_norm = verdict.norm  # step hooks may have changed gradients
             if core.scheduler is not None:
                 self._ticks.tick(core.scheduler)
         else:

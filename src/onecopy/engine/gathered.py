@@ -44,7 +44,7 @@ def gather_for_reading(params: nn.Module | nn.Parameter | Iterable[nn.Parameter]
         raise EngineError(f"write_rank {write_rank} is not a rank; there are {world_size()}, counted from 0")
     assembly.settle()
     for weights in held:
-        weights.quiet()
+        weights.quiet("gathered(..., write_rank=)" if write_rank is not None else None)
     opened = [weights for weights in held if not weights.present]
     for weights in opened:
         weights.start_gather()

@@ -30,6 +30,14 @@ def _home(param: nn.Parameter) -> tuple[ParameterHome, Core]:
     raise EngineError(f"a parameter of shape {tuple(param.shape)} belongs to no engine; call onecopy.initialize first")
 
 
+def _at_rest(param: nn.Parameter, what: str) -> tuple[ParameterHome, Core]:
+    """The same where no step is half done, see :meth:`~onecopy.engine.step.Stepper.refuse_between`."""
+    home, core = _home(param)
+    if core.stepper is not None:
+        core.stepper.refuse_between(f"{what}() of {home.name!r}")
+    return home, core
+
+
 def _agree(what: str, home: ParameterHome) -> None:
     """All ranks ask the same, or pieces of different parameters would be put together."""
     meeting.same(f"the parameter in {what}()", home.name, RankMismatchError)
@@ -74,7 +82,7 @@ def read_param(param: nn.Parameter) -> torch.Tensor:
     """See :func:`onecopy.full_param`."""
     if home_of(param) is None and not param.numel():
         return param.detach().float()
-    home, core = _home(param)
+    home, core = _at_rest(param, "full_param")
     _agree("full_param", home)
     home.weights.notice_writes()
     state, base = home.weights.state, home.weights.stepped()[0]
@@ -91,7 +99,7 @@ def write_param(param: nn.Parameter, value: torch.Tensor) -> None:
     """See :func:`onecopy.set_full_param`."""
     if home_of(param) is None and not param.numel():
         return
-    home, _ = _home(param)
+    home, _ = _at_rest(param, "set_full_param")
     weights, flat = home.weights, _checked(home, value)
     with torch.no_grad(), weights.writing():
         if weights.present:
@@ -135,7 +143,7 @@ def read_grad(param: nn.Parameter) -> torch.Tensor | None:
 
 def write_grad(param: nn.Parameter, value: torch.Tensor) -> None:
     """See :func:`onecopy.set_full_grad`. Raises :class:`EngineError` when there is no gradient to replace."""
-    home, core = _home(param)
+    home, core = _at_rest(param, "set_full_grad")
     gradients = _gradients(home, core)
     core.rounds.gather_late()
     held = _grad_held(home, gradients)
@@ -152,7 +160,7 @@ def write_grad(param: nn.Parameter, value: torch.Tensor) -> None:
 
 def read_state(param: nn.Parameter, name: str) -> torch.Tensor | None:
     """See :func:`onecopy.full_state`."""
-    home, core = _home(param)
+    home, core = _at_rest(param, "full_state")
     _agree("full_state", home)
     if core.tiles is None:
         raise EngineError("this engine has no optimizer, so it has no optimizer states")
@@ -190,7 +198,7 @@ def _known_states(state: dict[str, object]) -> str:
 
 def write_state(param: nn.Parameter, name: str, value: torch.Tensor) -> None:
     """See :func:`onecopy.set_full_state`. Raises :class:`EngineError` for a state the optimizer does not have."""
-    home, core = _home(param)
+    home, core = _at_rest(param, "set_full_state")
     if core.tiles is None:
         raise EngineError("this engine has no optimizer, so it has no optimizer states")
     flat = _checked(home, value)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import closing
+from contextlib import closing, contextmanager
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,10 +16,10 @@ import torch.distributed as dist
 from onecopy.comm import meeting
 from onecopy.comm.collectives import Edge
 from onecopy.comm.groups import Ranks
-from onecopy.engine.agreement import State, refuse_unless_alike
+from onecopy.engine.agreement import State, look, refuse_unless_alike
+from onecopy.engine.ballot import LARGEST, Verdict, in_parts, number_of, root, sum_of
 from onecopy.engine.beside import Beside, Task
 from onecopy.engine.gradients import Gradients
-from onecopy.engine.precision import LossScaler
 from onecopy.engine.run import Run, UnitRun
 from onecopy.engine.tilewise import Ahead, scratch_elements, step_tiles
 from onecopy.engine.weights import Weights
@@ -29,28 +30,7 @@ from onecopy.schedule.ops import Op
 from onecopy.tiers.disk import Disk
 from onecopy.tiers.tiers import Tiers
 
-__all__ = ["Stepper", "Verdict"]
-
-
-class Verdict:
-    """What all ranks agreed on before a step: the global norm of the unscaled gradients, whether it is finite, for each
-    buffer which of its parameters some rank used, for which units some rank has gradients that it has not sent, and whether
-    some rank knows that an asynchronous save has failed."""
-
-    def __init__(self, norm: float, used: dict[str, list[bool]], late: list[bool], save_failed: bool = False) -> None:
-        self.norm = norm
-        self.used = used
-        self.late = late
-        self.save_failed = save_failed
-
-    @property
-    def finite(self) -> bool:
-        return math.isfinite(self.norm)
-
-    @property
-    def empty(self) -> bool:
-        """Did no rank have any gradient?"""
-        return not any(any(flags) for flags in self.used.values())
+__all__ = ["Stepper"]
 
 
 class Stepper:
@@ -66,6 +46,9 @@ class Stepper:
         self._when = run.schedule.plan.step.when
         # What is stepped on a thread: in a backward pass, or after the step that it belongs to.
         self._beside = Beside(tiles, tiers) if self._when != "boundary" else None
+        if self._beside is not None:
+            for register in (tiles.optimizer.register_state_dict_pre_hook, tiles.optimizer.register_load_state_dict_pre_hook):
+                register(_at_rest(weakref.ref(self)))
         if self._when == "backward":
             run.settled = self._step_early
         self._moments: dict[Tier, int] = {}
@@ -79,9 +62,15 @@ class Stepper:
 
     # Agreeing
 
+    def look(self, failed_save: str = "") -> State:
+        """What the ranks must have done alike; what was written to parameters so far is taken in."""
+        what = partial(look, self._run.units, self._tiles.options(), self.edits, failed_save)
+        # While a step runs beside, a write cannot be taken in, and is an error on every rank.
+        return meeting.all_or_none(what) if self._when == "delayed" else what()
+
     def agree(self, scale: float, late: list[bool], state: State) -> Verdict:
-        """One small all-reduce: the ``norm_type`` norm over all elements once, the parameters used, the units ``late``, and
-        whether ``state`` has the same ``repr`` on every rank.
+        """One small all-reduce: the ``norm_type`` norm over all elements once, the parameters used, the units ``late``,
+        whether there are step hooks, and whether ``state`` has the same ``repr`` on every rank.
 
         Each rank adds up its own piece, whatever it holds beside it, so every layout gives the same parts. ``scale``:
         the loss scale in the gradients.
@@ -89,19 +78,19 @@ class Stepper:
         self.forget_norms()
         kind = self._clip.norm_type
         part = self._part(kind)
-        own = _number_of(state)
-        flags = [float(own), float(_LARGEST - own), *(float(flag) for flag in late)]
+        own = number_of(state)
+        flags = [float(own), float(LARGEST - own), float(self._tiles.hooked), *(float(unsent) for unsent in late)]
         flags += [float(used) for gradients in self._buffers for used in gradients.marks.used]
         ballot = torch.tensor([part, *flags], dtype=torch.float64, device="cpu")
         if self._world is not None:
             self._world.all_reduce(ballot, "vote", dist.ReduceOp.MAX if kind == math.inf else dist.ReduceOp.SUM)
-        total, one, other, *counts = ballot.tolist()
+        total, one, other, hooked, *counts = ballot.tolist()
         failed = bool(state.failed_save)
-        if (one + other != _LARGEST) if kind == math.inf else (one != own * self._ranks.mesh.world):
+        if (one + other != LARGEST) if kind == math.inf else (one != own * self._ranks.mesh.world):
             failed = refuse_unless_alike(state, self._run.units)
-        norm = total if kind == math.inf else _root(total, kind)
+        norm = total if kind == math.inf else root(total, kind)
         unsent = [count > 0 for count in counts[: len(late)]]
-        return Verdict(norm / scale, self._flags(counts[len(late) :]), unsent, failed)
+        return Verdict(norm / scale, self._flags(counts[len(late) :]), unsent, hooked > 0, failed)
 
     def _part(self, kind: float) -> float:
         """This rank's share: the largest element, or the sum of ``|g| ** kind``."""
@@ -109,12 +98,12 @@ class Stepper:
             return 0.0
         if self._ranks.device.type != "cpu":
             torch.accelerator.current_stream().synchronize()  # gradients on their way to the host
-        pieces = [part for gradients in self._buffers if (piece := gradients.mine()).numel() for part in _parts(piece)]
+        pieces = [part for gradients in self._buffers if (piece := gradients.mine()).numel() for part in in_parts(piece)]
         if not pieces:
             return 0.0
-        part = _sum_of(pieces, kind, wide=False)
+        part = sum_of(pieces, kind, wide=False)
         if not math.isfinite(part):  # squares overflow long before gradients do
-            part = _sum_of(pieces, kind, wide=True)
+            part = sum_of(pieces, kind, wide=True)
         # MAX and SUM over ranks agree that infinity is not finite, but not on NaN.
         return math.inf if math.isnan(part) else part
 
@@ -178,11 +167,23 @@ class Stepper:
         What was stepped beside the backward pass is sent; a step that is delayed begins, and the one before it is sent.
         """
         self.edits = []
+        self._tiles.check_groups()
+        with self._tearing():
+            self._tiles.whole_step(partial(self._proceed, verdict, scale))
+
+    def _proceed(self, verdict: Verdict, scale: float) -> None:
+        """The optimizer's step hooks have run: what they did to gradients, parameters and options counts, and is agreed on
+        as what the training loop did before, in the same ``verdict``."""
+        if verdict.hooked:
+            self.join_early()
+            after = self.agree(scale, [], self.look())
+            verdict.norm, verdict.used, self.edits = after.norm, after.used, []
+            if not verdict.finite:
+                raise EngineError("gradients are not finite after the optimizer's step hooks")
         factor = 1.0 / scale
         if self._clip.max_norm is not None:
             # As torch.nn.utils.clip_grad_norm_ does it.
             factor *= min(1.0, self._clip.max_norm / (verdict.norm + 1e-6))
-        self._tiles.check_groups()
         if self._when == "delayed":
             self.quiet()
             self._begin_delayed(verdict, factor)
@@ -190,17 +191,22 @@ class Stepper:
             self._move(partial(self._step_units, verdict, factor))
 
     def _move(self, steps: Callable[[], None]) -> None:
-        """``steps`` change the parameters; when they are interrupted, the engine is torn."""
-        try:
-            with self._run.writing(), torch.no_grad():
-                self._tiles.whole_step(steps)
-        except BaseException as error:  # Ctrl-C too
-            self.torn = f"{type(error).__name__}: {error}"
-            self.discard()
-            raise
+        """``steps`` change the parameters."""
+        with self._tearing(), self._run.writing(), torch.no_grad():
+            steps()
         for tier, size in self._tiles.moments().items():
             self._tiers.memory(tier).count("moments", size - self._moments.get(tier, 0))
             self._moments[tier] = size
+
+    @contextmanager
+    def _tearing(self) -> Iterator[None]:
+        """What is interrupted in here leaves the engine torn."""
+        try:
+            yield
+        except BaseException as error:  # Ctrl-C too
+            self.torn = self.torn or f"{type(error).__name__}: {error}"
+            self.discard()
+            raise
 
     def _step_units(self, verdict: Verdict, factor: float) -> None:
         """A disk that fails on one rank fails the step on all: until then the others get what they wait for."""
@@ -287,11 +293,9 @@ class Stepper:
     def _step_early(self, unit: UnitRun) -> None:
         """The gradients of ``unit`` are whole: step it now, unless the vote has to be heard first."""
         assert self._beside is not None
-        if unit in self._beside.units:
-            raise EngineError(
-                f"gradients came for unit {unit.name!r} after it was stepped: with StepPolicy(when='backward') the last "
-                "micro-batch of a window has one backward pass; use when='boundary'"
-            )
+        if unit in self._beside.units:  # join_early() says so; an error here would leave the other ranks waiting
+            self._beside.again.append(unit)
+            return
         pairs = [(gradients, _weights_of(unit, gradients)) for gradients in unit.gradients]
         # What this rank did not use another may have used, or none; what was written has to be looked at first.
         if all(all(gradients.marks.used) and not weights.was_written() for gradients, weights in pairs):
@@ -303,14 +307,32 @@ class Stepper:
             self._beside.add(unit, tasks, 1.0, look=True)
 
     def join_early(self) -> None:
-        """Wait for what is stepped in the backward pass. Raises :class:`EngineError` where that cannot stand."""
-        if self._when != "backward" or self._beside is None or not self._beside.units:
-            return
+        """Wait for what is stepped in the backward pass. Raises on every rank where that cannot stand on one."""
+        if self._when == "backward":
+            with self._tearing():
+                meeting.all_or_none(self._join_early)
+
+    def _join_early(self) -> None:
+        assert self._beside is not None
         self.quiet()
-        if self.edits:
+        units = self._beside.units
+        if self._beside.again:
+            self.refuse_early(f"gradients came for unit {self._beside.again[0].name!r} in a second backward pass")
+        if units and self.edits:
             self.refuse_early("p.grad was changed after the backward pass")
-        if any(weights.was_written() for unit in self._beside.units for weights in unit.weights if weights.spec.trainable):
+        if any(weights.was_written() for unit in units for weights in unit.weights if weights.spec.trainable):
             self.refuse_early("parameters were written, or their .data was taken, after the backward pass")
+        if self._beside.reset():
+            self.refuse_early("options of the optimizer, such as its learning rate, were changed after the backward pass")
+
+    def refuse_between(self, what: str) -> None:
+        """Raise :class:`EngineError` between a backward pass that stepped units and the step: ``what`` would meet a mixture
+        of states before and after the step. The same on all ranks."""
+        if self._when == "backward" and any(gradients.settled for gradients in self._buffers):
+            raise EngineError(
+                f"{what} between the backward pass and engine.step(): StepPolicy(when='backward') has stepped a part of the "
+                "states already; do it before the backward pass or after the step, or use when='boundary'"
+            )
 
     def refuse_early(self, why: str) -> None:
         """Raise :class:`EngineError` where units are stepped before the vote, which would have heeded ``why``."""
@@ -353,7 +375,7 @@ class Stepper:
         """The engine is closed. Is there a delayed step that will never reach the parameters?"""
         lost = self._when == "delayed" and self._beside is not None and bool(self._beside.units)
         if self._beside is not None:
-            self._beside.abandon()
+            self._beside.close()
         return lost
 
     def _encode(self, unit: UnitRun) -> None:
@@ -376,6 +398,18 @@ class Stepper:
             gradients.drop()
 
 
+def _at_rest(stepper: weakref.ref[Stepper]) -> Callable[..., None]:
+    """A hook: the optimizer's states are not read or replaced while they are stepped."""
+
+    def wait(*_: Any) -> None:
+        owner = stepper()
+        if owner is not None and owner._beside is not None:
+            owner._beside.join()
+            owner.refuse_between("state_dict() or load_state_dict() of the optimizer")
+
+    return wait
+
+
 def _settle(disk: Disk, problem: DiskError | None) -> None:
     """Everything is on the disk, or an error."""
     if problem is not None:
@@ -390,50 +424,3 @@ def _weights_of(unit: UnitRun, gradients: Gradients) -> Weights:
 def _used(gradients: Gradients, verdict: Verdict) -> dict[Slot, bool]:
     """Which parameters of a buffer any rank used."""
     return dict(zip(gradients.spec.layout.slots, verdict.used[gradients.spec.name], strict=True))
-
-
-# Numbers up to here are added up over thousands of ranks without rounding.
-_LARGEST = 2**40
-
-
-def _number_of(state: object) -> int:
-    return int.from_bytes(hashlib.sha256(repr(state).encode()).digest()[:5], "big")
-
-
-def raise_at_floor(scaler: LossScaler, step: int, suspects: list[str], outputs_finite: bool | None) -> None:
-    """Say which parameters' gradients overflow when the loss scale cannot go lower, on the ranks that computed them, and
-    where the model's outputs were not finite before that; collective, raises on every rank."""
-    told = meeting.tell((suspects, outputs_finite))
-    found = [(rank, name) for rank, (names, _) in enumerate(told) for name in names]
-    named = ", ".join(f"{name!r} (rank {rank})" for rank, name in found[:5])
-    worse = [rank for rank, (_, finite) in enumerate(told) if finite is False]
-    known = any(finite is not None for _, finite in told)
-    outputs = "were not kept, so look at the loss" if not known else "were finite on every rank: the backward pass overflows"
-    if worse:
-        outputs = f"were not finite already on ranks {worse}: the forward pass or the data of that step is at fault"
-    raise EngineError(
-        f"step {step}: gradients are not finite at the smallest loss scale {scaler.scale:g}; first of them: {named}. The "
-        f"model's outputs (the loss, if it computes one) {outputs}. Training in bf16 needs no scale"
-    )
-
-
-def _sum_of(pieces: list[torch.Tensor], kind: float, wide: bool) -> float:
-    """The largest element, or the sum of ``|g| ** kind``; ``wide``: in float64 from the start."""
-    dtypes = [torch.float64 if wide and not piece.is_complex() else _at_least_fp32(piece.dtype) for piece in pieces]
-    norms = [torch.linalg.vector_norm(piece, kind, dtype=dtype).double() for piece, dtype in zip(pieces, dtypes, strict=True)]
-    stacked = torch.stack(norms)
-    return float(stacked.max() if kind == math.inf else stacked.pow(kind).sum())
-
-
-def _root(total: float, kind: float) -> float:
-    return total ** (1.0 / kind) if math.isfinite(total) else math.inf
-
-
-def _parts(flat: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """``flat`` as its norm is best taken. On the host torch copies a low-precision tensor whole to fp32 for that, and adds
-    so many squares in fp32 that digits are lost: in parts the copy is small and the sum exact to 1e-4."""
-    return flat.split(1 << 20) if flat.device.type == "cpu" else (flat,)
-
-
-def _at_least_fp32(dtype: torch.dtype) -> torch.dtype:
-    return dtype if dtype in (torch.float32, torch.float64) or dtype.is_complex else torch.float32

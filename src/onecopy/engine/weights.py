@@ -43,12 +43,15 @@ class Source:
 class Writes:
     """How writes to the parameters show: ``versions`` is the sum of their version counters when last looked at;
     ``unseen``: somebody has had a ``.data``, through which writes leave no sign, so values are looked at instead.
-    ``touched``: somebody had one since the last step. ``busy``: the master weights are stepped on a thread just now."""
+    ``touched``: somebody had one since the last step. ``busy``: the master weights are stepped on a thread just now.
+    ``early``: they were stepped before all of this window was known; ``overtaken``: and written after that."""
 
     versions: int = 0
     unseen: bool = False
     touched: bool = False
     busy: bool = False
+    early: bool = False
+    overtaken: bool = False
 
 
 class Weights:
@@ -189,8 +192,11 @@ class Weights:
         return seen or taken
 
     def was_written(self) -> bool:
-        """Were parameters that rest whole written since they were last looked at, or may they have been?"""
-        return not self.away and (self.writes.unseen or self._version_sum() != self.writes.versions)
+        """Were parameters that rest whole written since they were last looked at, or may they have been? Of others: were they
+        after an early step?"""
+        if self.away:
+            return self.writes.overtaken
+        return self.writes.overtaken or self.writes.unseen or self._version_sum() != self.writes.versions
 
     def _take_back(self) -> bool:
         """Were there any? Parameters whose ``.data`` was exchanged for another tensor: its values count, its memory does
@@ -261,11 +267,14 @@ class Weights:
         self._source.gather(scratch, self._own_of(scratch)).wait()
         self._tiers.device.drop("gather buffer", scratch)
 
-    def quiet(self) -> None:
-        """The master weights are not stepped on a thread just now. Collective where steps are delayed."""
+    def quiet(self, what: str | None = None) -> None:
+        """The master weights are not stepped on a thread just now. Collective where steps are delayed. ``what`` is to be
+        done that must not meet a step that is half done."""
         core = self.core() if self.core is not None else None
         if core is not None and core.stepper is not None:
             core.stepper.quiet()
+            if what is not None:
+                core.stepper.refuse_between(what)
 
     def detach(self) -> None:
         """The engine lets go: parameters that rest whole are ordinary ones."""
@@ -407,8 +416,12 @@ class Weights:
         """The parameter in ``slot`` was written where it is read: make what rests and the master weights follow.
 
         ``source``: the whole new values, flat, when they are more precise than the parameter. Raises :class:`EngineError`
-        while the master weights are stepped on a thread.
+        while the master weights are stepped on a thread. After an early step it is noted and no more: the step says so on
+        every rank.
         """
+        if self.writes.early:
+            self.writes.overtaken = True
+            return
         if self.writes.busy:
             raise EngineError(
                 f"parameter {slot.param.name!r} was written, or its .data was taken, while its step runs beside training "

@@ -114,7 +114,7 @@ def _try(optimizer: Optimizer, group: dict[str, Any], device: torch.device) -> S
             for param, grad in zip(whole, _grads(whole, step), strict=True):
                 param.grad = grad
             flat = [piece for grad in _grads(whole, step) for piece in grad.view(-1).split(5)]
-            one.step()
+            _step_whole(one, device)
             for param, piece in zip(cut, flat, strict=True):
                 param.grad = piece.clone()
                 with showing(other, [[param]]):
@@ -131,6 +131,17 @@ def _try(optimizer: Optimizer, group: dict[str, Any], device: torch.device) -> S
         for key, value in one.state[whole[0]].items()
         if isinstance(value, torch.Tensor) and value.shape == whole[0].shape
     )
+
+
+def _step_whole(optimizer: Optimizer, device: torch.device) -> None:
+    """A step of whole tensors on ``device``. Raises :class:`PlanError` when the optimizer cannot do that at all."""
+    try:
+        optimizer.step()
+    except (RuntimeError, TypeError, ValueError, AssertionError) as error:
+        chosen = [key for key in ("capturable", "differentiable") if any(group.get(key) for group in optimizer.param_groups)]
+        hint = f"; make it without {' and '.join(chosen)}" if chosen else ""
+        name = type(optimizer).__name__
+        raise PlanError(f"{name} fails on {device}, where its states are stepped: {error}{hint}") from error
 
 
 def _not_elementwise(optimizer: Optimizer, why: str) -> PlanError:

@@ -11,12 +11,14 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 from onecopy.engine.home import ParameterHome
 from onecopy.engine.weights import Weights
@@ -172,9 +174,20 @@ class Tiles:
         """Another optimizer over the same states, whose options stay as they are now when those of the user's change."""
         twin: Optimizer = object.__new__(type(self.optimizer))
         twin.__dict__.update(self.optimizer.__dict__)
-        twin.param_groups = [{**group, "params": []} for group in self.optimizer.param_groups]
+        # Copies: a rate that is a tensor is changed in place.
+        twin.param_groups = [{**options, "params": []} for options in self.options_now()]
         self.optimizer._opt_called = True  # type: ignore[attr-defined] # LRScheduler looks whether there was a step
         return twin
+
+    def options_now(self) -> list[dict[str, Any]]:
+        """A copy of the options of every group."""
+        groups = self.optimizer.param_groups
+        return [{key: deepcopy(value) for key, value in group.items() if key != "params"} for group in groups]
+
+    @property
+    def hooked(self) -> bool:
+        """Are there step hooks, of the user's, that come before a step?"""
+        return len(self.optimizer._optimizer_step_pre_hooks) > 1 or bool(_global_optimizer_pre_hooks)
 
     def states_stepped(self) -> list[Held]:
         """The weights of every buffer, as they are stepped."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Sequence
 from difflib import get_close_matches
 from typing import get_args
@@ -187,6 +188,9 @@ def _check_numbers(plan: Plan) -> None:
         _number("step tile", plan.step.tile, _FROM_ONE)
     _number("step ratio", plan.step.ratio, Number(0, 1))
     _check_when(plan)
+    folder = plan.scratch.folder if plan.scratch is not None else "none"
+    if not isinstance(folder, str | os.PathLike) or not str(folder).strip():
+        raise PlanError(f"scratch folder is {folder!r}; it must be the name of a folder on a disk of this host")
     for what in ("staging", "block", "threads") if plan.scratch is not None else ():
         _number(f"scratch {what}", getattr(plan.scratch, what), _FROM_ONE)
     for what, cap in (("device", plan.caps.device), ("host", plan.caps.host)):

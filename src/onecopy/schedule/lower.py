@@ -337,11 +337,11 @@ def _lower_states(buffer: Buffer, listed: list[Op]) -> None:
 
 
 def _lower_vote(buffers: Sequence[Buffer], units: int, mesh: Mesh) -> tuple[Op, ...]:
-    """Norm and overflow, two numbers that are equal where ranks are, per unit whether a rank has gradients left, and per
-    trainable parameter whether any rank used it; see :mod:`onecopy.engine.step`."""
+    """Norm and overflow, two numbers that are equal where ranks are, whether a rank has step hooks, per unit whether one has
+    gradients left, and per trainable parameter whether any rank used it; see :mod:`onecopy.engine.step`."""
     if mesh.world == 1:
         return ()
-    elements = 3 + units + sum(len(buffer.layout.slots) for buffer in buffers if buffer.trainable)
+    elements = 4 + units + sum(len(buffer.layout.slots) for buffer in buffers if buffer.trainable)
     sent = 2 * elements * (mesh.world - 1) // mesh.world
     group: Group = "world"
     return (Op("vote", "norm", "*", elements, "float64", sent, group),)

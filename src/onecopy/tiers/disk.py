@@ -200,6 +200,7 @@ class Disk:
             flag = _direct_flag(self._scratch.path, system)
             for file in files:
                 _create(file, flag)
+            _say_doubt(system, max(files, key=lambda file: file.size, default=None))
         except BaseException:
             close_files(files)
             self._scratch.leave()
@@ -341,21 +342,29 @@ class Disk:
 
 
 def _direct_flag(corner: Path, system: Filesystem) -> int:
-    """O_DIRECT, or 0 where there is none. Says aloud what will be slow."""
+    """O_DIRECT, or 0, with a warning, where there is none."""
     flag = os.O_DIRECT if accepts_direct(corner) else 0
     if not flag:
         warnings.warn(
             f"{system} has no O_DIRECT: states in {system.path} go through the page cache, which takes host memory",
             stacklevel=3,
         )
-    if system.doubt:
-        written, read = rate(corner, flag)
-        warnings.warn(
-            f"states on disk are in {system.path}, on {system}, {system.doubt}. "
-            f"Measured with 32 MiB: {written / 1e9:.2f} GB/s written, {read / 1e9:.2f} GB/s read",
-            stacklevel=3,
-        )
     return flag
+
+
+def _say_doubt(system: Filesystem, file: File | None) -> None:
+    """Says aloud what will be slow, as measured in ``file``, whose room is taken: a probe beside it could find none."""
+    if not system.doubt or file is None or not file.size:
+        return
+    try:
+        size, written, read = rate(file.number, file.size)
+    except OSError as error:
+        raise system_error(f"writing and reading {file.path} failed", error) from error
+    warnings.warn(
+        f"states on disk are in {system.path}, on {system}, {system.doubt}. "
+        f"Measured with {size / 2**20:.3g} MiB: {written / 1e9:.2f} GB/s written, {read / 1e9:.2f} GB/s read",
+        stacklevel=3,
+    )
 
 
 def _create(file: File, flag: int) -> None:

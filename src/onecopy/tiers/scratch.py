@@ -122,22 +122,25 @@ def accepts_direct(folder: Path) -> bool:
     return True
 
 
-def rate(folder: Path, flag: int) -> tuple[float, float]:
-    """Bytes per second (written, read) of a file of 32 MiB in ``folder``; ``flag``: ``os.O_DIRECT`` or 0."""
-    memory, times = page_memory(1 << 20), []
-    memory.write(os.urandom(1 << 20))
-    try:
-        with _probe_file(folder, flag) as file:
-            for move in (os.pwritev, os.preadv):
-                began = time.perf_counter()
-                for offset in range(0, _PROBE, len(memory)):
-                    move(file, [memory], offset)
-                if move is os.pwritev:
-                    os.fsync(file)
-                times.append(time.perf_counter() - began)
-    except OSError as error:
-        raise system_error(f"writing and reading {_PROBE} bytes in {folder} failed", error) from error
-    return _PROBE / times[0], _PROBE / times[1]
+def rate(file: int, size: int) -> tuple[int, float, float]:
+    """Bytes tried, at most 32 MiB, and bytes per second (written, read) of the beginning of an open ``file`` of ``size``
+    bytes, a multiple of 4096, which takes no room beside it. It is zeros afterwards. ``OSError`` where that fails."""
+    size = min(size, _PROBE)
+    block = min(size, 1 << 20)
+    memory, times = page_memory(block), []
+    size -= size % block
+    memory.write(os.urandom(block))
+    for move in (os.pwritev, os.preadv):
+        began = time.perf_counter()
+        for offset in range(0, size, block):
+            move(file, [memory], offset)
+        if move is os.pwritev:
+            os.fsync(file)
+        times.append(time.perf_counter() - began)
+    zeros = page_memory(block)
+    for offset in range(0, size, block):
+        os.pwritev(file, [zeros], offset)
+    return size, size / times[0], size / times[1]
 
 
 @contextlib.contextmanager
