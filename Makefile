@@ -21,7 +21,7 @@ help: ## what there is
 train: $(READY) ## train a GPT on the standard library's sources, resuming what is there; ARGS="--stage 3 ..."
 	@$(BIN)/onecopy train $(ARGS)
 
-test: lint ## linter, types and all tests; ARGS="-k name"
+test: lint ## linter, types and tests; ARGS="-k name", ARGS=--long
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(ARGS)
 
 lint: $(READY) ## linter and types alone

@@ -76,7 +76,7 @@ def same_everywhere(engine: Any) -> bool:
     return all(check == checks[0] for check in checks)
 
 
-@pytest.mark.parametrize(("model", "few"), [("mlp", False), ("gpt", True)])
+@pytest.mark.parametrize(("model", "few"), [pytest.param("mlp", False, marks=pytest.mark.long), ("gpt", True)])
 def test_any_ranks_and_plan_to_any_other(tmp_path: Path, model: str, few: bool) -> None:
     """States are the same bits after loading; two more steps are those of plain torch on the whole batch."""
     torch.manual_seed(0)
@@ -146,6 +146,7 @@ def load_precisions(rank: int, world: int, folder: str, saved: dict[str, dict[st
     return wrong
 
 
+@pytest.mark.long
 def test_any_precision_to_any_other(tmp_path: Path) -> None:
     saved = run_ranks(save_precisions, 2, str(tmp_path))[0]
     assert run_ranks(load_precisions, 2, str(tmp_path), saved) == [[], []]

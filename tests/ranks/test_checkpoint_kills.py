@@ -13,7 +13,7 @@ from tests.ranks.kills import lives
 pytestmark = pytest.mark.ranks
 
 # The long version: ONECOPY_KILLS=40 (some minutes).
-KILLS = int(os.environ.get("ONECOPY_KILLS", "4"))
+KILLS = int(os.environ.get("ONECOPY_KILLS", "2"))
 
 
 def test_killed_at_random_moments_of_saving(tmp_path: Path) -> None:

@@ -141,7 +141,7 @@ def test_a_stopped_rank_is_ended_and_those_that_waited_are_told(tmp_path: Path) 
     assert re.search(r"HangError: rank [02] waited .* and rank 1 did not come", ended.text), ended.text
 
 
-@pytest.mark.parametrize(("stage", "wire"), [(2, False), (3, True)])
+@pytest.mark.parametrize(("stage", "wire"), [(2, False), pytest.param(3, True, marks=pytest.mark.long)])
 def test_a_sleeping_rank_is_named_with_its_line(tmp_path: Path, stage: int, wire: bool) -> None:
     body = """
         def before(step):
@@ -183,6 +183,7 @@ def test_a_rank_that_runs_out_of_data_is_named(tmp_path: Path) -> None:
     assert "rank 2: has ended its script" in ended.text, ended.text
 
 
+@pytest.mark.long
 def test_ranks_in_different_calls_are_told_apart(tmp_path: Path) -> None:
     """Without shared memory, one rank leaves out a whole unit's call; with it, only the reductions could differ."""
     body = """

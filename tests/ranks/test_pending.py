@@ -109,7 +109,7 @@ def edit_all(rank: int, world: int, dtype: str | None) -> dict[str, tuple[float,
     return out
 
 
-@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("world", [1, 2, pytest.param(3, marks=pytest.mark.long)])
 def test_edits_of_gradients_are_those_of_one_process(world: int) -> None:
     for run in run_ranks(edit_all, world, None):
         # One block's gradients are small differences of large terms here: their norm has fewer digits than the weights.

@@ -84,7 +84,7 @@ def resume_run(rank: int, world: int, folder: str, options: dict[str, Any], mode
     return out
 
 
-@pytest.mark.parametrize("model", ["mlp", "gpt"])
+@pytest.mark.parametrize("model", ["mlp", pytest.param("gpt", marks=pytest.mark.long)])
 @pytest.mark.parametrize(
     "options", [{}, {"dtype": "bf16"}, {"dtype": "fp16"}, {"accumulation": 2, "clip": 0.1}], ids=str
 )

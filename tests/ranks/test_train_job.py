@@ -65,6 +65,7 @@ def test_training_learns_reports_and_resumes_bit_for_bit(tmp_path: Path) -> None
     assert done["validation_loss"] == whole["validation_loss"] and done["ranks"] == []
 
 
+@pytest.mark.long
 def test_where_states_rest_changes_no_bit_of_a_run(tmp_path: Path) -> None:
     (tmp_path / "nvme").mkdir()
     disk = ["--offload", "disk", "--offload-parameters", "disk", "--scratch", "nvme", "--device-memory", "2M"]

@@ -183,7 +183,10 @@ def sum_up(rank: int, world: int, count: int, wide: str | None) -> dict[str, tup
     return out
 
 
-@pytest.mark.parametrize(("world", "count", "wide"), [(1, 512, None), (2, 512, None), (2, 384, "fp32"), (3, 300, None)])
+@pytest.mark.parametrize(
+    ("world", "count", "wide"),
+    [(1, 512, None), (2, 512, None), (2, 384, "fp32"), pytest.param(3, 300, None, marks=pytest.mark.long)],
+)
 def test_bf16_gradients_add_up_in_fp32(world: int, count: int, wide: str | None) -> None:
     """512 micro-batches of gradient 1.0 average to 1.0; added up in bf16 they would stick at 0.5 (row 34).
 
@@ -226,7 +229,11 @@ def adamw(params: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(params, lr=1e-3, weight_decay=0.1)
 
 
-@pytest.mark.parametrize(("optimizer", "world"), [(sgd, 2), (adamw, 2), (adamw, 4)], ids=["sgd-2", "adamw-2", "adamw-4"])
+@pytest.mark.parametrize(
+    ("optimizer", "world"),
+    [pytest.param(sgd, 2, marks=pytest.mark.long), (adamw, 2), (adamw, 4)],
+    ids=["sgd-2", "adamw-2", "adamw-4"],
+)
 def test_stages_agree_with_each_other_and_with_one_process(optimizer: Any, world: int) -> None:
     """Eight layers, a tied pair, accumulation 2, clip 1.0, 20 steps: every stage within 1e-6 of torch (row 35)."""
     options = {"accumulation": 2, "clip": 1.0, "steps": 20, "optimizer": optimizer}
@@ -235,7 +242,11 @@ def test_stages_agree_with_each_other_and_with_one_process(optimizer: Any, world
     assert all(max(run.values()) <= 1e-6 for run in runs), runs
 
 
-@pytest.mark.parametrize(("optimizer", "only", "places"), [(sgd, "host", 9), (adamw, "", 22)], ids=["sgd", "adamw"])
+@pytest.mark.parametrize(
+    ("optimizer", "only", "places"),
+    [(sgd, "host", 9), pytest.param(adamw, "", 22, marks=pytest.mark.long)],
+    ids=["sgd", "adamw"],
+)
 def test_offload_agrees_with_one_process(optimizer: Any, only: str, places: int, tmp_path: Path) -> None:
     """The same run with the states on the host and on disk at every stage, by plan and by JSON (row 35)."""
     options = {"accumulation": 2, "clip": 1.0, "steps": 20, "optimizer": optimizer, "only": only}

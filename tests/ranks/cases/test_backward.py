@@ -284,7 +284,10 @@ def recomputed(rank: int, world: int, deep: bool, options: dict[str, Any]) -> No
             assert all(torch.equal(a, b) for a, b in zip(seen["off"], seen[mode], strict=True)), f"{name}, {mode}"
 
 
-@pytest.mark.parametrize(("world", "deep", "options"), [(2, False, {}), (2, True, {"accumulation": 2}), (3, True, {})])
+@pytest.mark.parametrize(
+    ("world", "deep", "options"),
+    [(2, False, {}), (2, True, {"accumulation": 2}), pytest.param(3, True, {}, marks=pytest.mark.long)],
+)
 def test_recomputation_over_frozen_norms_is_bit_equal(world: int, deep: bool, options: dict[str, Any]) -> None:
     """Frozen LayerNorm, trained adapters, dropout: gradients equal those without checkpointing to the bit (row 23)."""
     run_ranks(recomputed, world, deep, options)

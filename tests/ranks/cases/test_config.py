@@ -361,7 +361,7 @@ def save_nowhere(rank: int, world: int, folder: str, bad: int) -> str:
     return said[0]
 
 
-@pytest.mark.parametrize("bad", [0, 1])
+@pytest.mark.parametrize("bad", [1, pytest.param(0, marks=pytest.mark.long)])
 def test_an_empty_folder_name_on_one_rank_is_an_error_on_all(tmp_path: Path, bad: int) -> None:
     """One rank saves to "": every rank gets the error and none is left waiting (row 04)."""
     said = run_ranks(save_nowhere, 2, str(tmp_path / "here"), bad)

@@ -191,11 +191,13 @@ def test_the_forecast_is_what_is_measured() -> None:
 
 
 def test_the_peak_of_stage_3_is_not_above_that_of_stage_2() -> None:
-    """64 small layers, frozen and trained: sharded parameters lower the peak, whatever is gathered (row 70)."""
+    """64 small layers, frozen and trained: sharded parameters lower the peak, whatever is gathered (row 70). Beside it is
+    the room for messages, which stage 0 needs less of."""
     for run in run_ranks(costs, 2, True):
         for dtype in (None, "bf16"):
-            peaks = [run[f"stage {n} {dtype}"]["measured"]["peak"]["device"]["total"] for n in range(4)]
-            assert peaks[3] <= peaks[2] <= peaks[0], peaks
+            device = [run[f"stage {n} {dtype}"]["measured"]["peak"]["device"] for n in range(4)]
+            peaks = [kinds["total"] - kinds.get("exchange buffer", 0) for kinds in device]
+            assert device[3]["total"] <= device[2]["total"] and peaks[2] <= peaks[0], device
 
 
 # ---------------------------------------------------------------------------------------------------------------- gathers

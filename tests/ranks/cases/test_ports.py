@@ -90,6 +90,7 @@ def test_two_jobs_at_once_both_train(tmp_path: Path) -> None:
     assert "29500" not in (found["plain"][0][1], found["js"][0][1])
 
 
+@pytest.mark.long
 def test_a_port_that_is_asked_for_is_the_one(tmp_path: Path) -> None:
     """``--master_port`` on one machine with two ranks is obeyed; taken, the error names it and its owner; 0, which
     cannot be shared, says how to get a free one. (row 74)"""

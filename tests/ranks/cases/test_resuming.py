@@ -418,6 +418,7 @@ def a_step_from_counted() -> dict[str, Tensor]:
     return found | {f"{s} {name}": optimizer.state[p][s].clone() for s in STATES for name, p in model.named_parameters()}
 
 
+@pytest.mark.long
 def test_moments_of_odd_sizes_come_back_on_any_number_of_ranks(tmp_path: Path) -> None:
     """Groups of 5, 7 and 11 elements with counting numbers as moments, saved on 2 ranks, loaded on 4, 3 and 1, and
     the other way round: exactly the counting numbers, and the step after that is plain torch's. Adds other numbers of
