@@ -258,7 +258,7 @@ def train_stages(rank: int, world: int, seeds: list[int], dtype: str | None) -> 
     return out
 
 
-@pytest.mark.parametrize("dtype", [None, "bf16", pytest.param("fp16", marks=pytest.mark.long)])
+@pytest.mark.parametrize("dtype", [None, *(pytest.param(low, marks=pytest.mark.long) for low in ("bf16", "fp16"))])
 def test_random_models_are_bit_equal_at_every_stage(dtype: str | None) -> None:
     for run in run_ranks(train_stages, 2, list(range(500, 508)), dtype):
         assert not any(run.values()), run

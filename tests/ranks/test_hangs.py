@@ -156,6 +156,7 @@ def test_a_sleeping_rank_is_named_with_its_line(tmp_path: Path, stage: int, wire
     )
 
 
+@pytest.mark.long
 def test_a_rank_that_sleeps_in_a_module_is_named_with_the_module(tmp_path: Path) -> None:
     body = """
         class Slow(nn.Module):

@@ -84,6 +84,7 @@ def test_where_states_rest_changes_no_bit_of_a_run(tmp_path: Path) -> None:
     assert refused.stderr.count("\n") == 1 and "the cap is 102,400" in refused.stderr
 
 
+@pytest.mark.long
 def test_training_follows_a_deepspeed_config(tmp_path: Path) -> None:
     config = {
         "train_batch_size": 16,

@@ -18,10 +18,10 @@ from onecopy.schedule.ops import Event, Group, Op
 __all__ = ["TILE", "Buffer", "Facts", "Schedule", "lower"]
 
 _LOW = ("bfloat16", "float16")
-# Elements stepped at a time where the plan does not say. In memory a tile takes long beside the Python calls that step it,
-# which find their own data gone from the cache (0.2 ms; a core steps 2**21 elements in 5 ms, and many cores share a tile),
-# and what is computed beside it stays small; a tile on disk is a request per state that is worth its seek.
-TILE: dict[Tier, int] = {"device": 1 << 22, "host": 1 << 21, "disk": 1 << 20}
+# Elements stepped at a time where the plan does not say. In memory a tile takes long beside the Python calls that step it
+# (0.1 ms; a core steps 2**20 elements in 2 ms, and many cores share a tile), and the gradients that are cast for it are small
+# enough to be still in a shared cache when the kernel reads them; a tile on disk is a request per state worth its seek.
+TILE: dict[Tier, int] = {"device": 1 << 22, "host": 1 << 20, "disk": 1 << 20}
 # Tiles are multiples of this many elements, so that they begin on the blocks of disks and of every codec.
 _TILE_UNIT = 2048
 
