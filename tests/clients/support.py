@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch.utils.data import Dataset
 
-__all__ = ["TINY", "Tokens", "become_deepspeed", "ds_config", "needs", "tiny_llama"]
+__all__ = ["TINY", "Tokens", "become_deepspeed", "ds_config", "needs", "take_the_name", "tiny_llama"]
 
 TINY = {
     "vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -31,12 +31,17 @@ def needs(*packages: str) -> Any:
     return pytest.mark.skipif(bool(missing or real), reason=why or "everything is there")
 
 
-def become_deepspeed() -> None:
-    """In a rank: the name is onecopy's, nothing is asked of a network, and no client remembers an earlier run."""
+def take_the_name() -> None:
+    """In a rank, before it imports any client: they look for ``deepspeed`` once, and ranks go from test to test."""
     from onecopy.deepspeed.alias import search_path
 
     if search_path() not in sys.path:
         sys.path.insert(0, search_path())
+
+
+def become_deepspeed() -> None:
+    """In a rank: the name is onecopy's, nothing is asked of a network, and no client remembers an earlier run."""
+    take_the_name()
     os.environ.update(HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1", TOKENIZERS_PARALLELISM="false", TQDM_DISABLE="1")
     for name in ("ACCELERATE_USE_DEEPSPEED", "ACCELERATE_MIXED_PRECISION", "ACCELERATE_USE_CPU"):
         os.environ.pop(name, None)

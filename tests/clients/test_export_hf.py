@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 import onecopy
+from tests.clients.support import take_the_name
 from tests.ranks.checkpoints import adamw
 from tests.ranks.harness import run_ranks
 
@@ -52,6 +53,7 @@ def logits_of(model: Any) -> Tensor:
 
 
 def export_model(rank: int, world: int, kind: str, top: str) -> Tensor:
+    take_the_name()
     engine = train(build(kind), rank)
     engine.export(f"{top}/{kind}")
     engine.export(f"{top}/{kind}-sharded", max_shard_size=4096)
@@ -63,7 +65,7 @@ def export_model(rank: int, world: int, kind: str, top: str) -> Tensor:
 def test_from_pretrained_gives_the_same_logits(kind: str, tmp_path: Path) -> None:
     import transformers
 
-    expected = run_ranks(export_model, 2, kind, str(tmp_path), timeout=120)[0]
+    expected = run_ranks(export_model, 2, kind, str(tmp_path))[0]
     tokenizer = tmp_path / "base"
     tokenizer.mkdir()
     (tokenizer / "tokenizer.json").write_text("{}")
@@ -83,6 +85,7 @@ def test_from_pretrained_gives_the_same_logits(kind: str, tmp_path: Path) -> Non
 
 
 def export_adapters(rank: int, world: int, top: str) -> tuple[Tensor, list[str]]:
+    take_the_name()
     import peft
 
     torch.manual_seed(0)
@@ -98,7 +101,7 @@ def export_adapters(rank: int, world: int, top: str) -> tuple[Tensor, list[str]]
 
 def test_adapters_alone_in_the_format_of_peft(tmp_path: Path) -> None:
     peft = pytest.importorskip("peft", reason="adapters are checked with peft")
-    expected, files = run_ranks(export_adapters, 2, str(tmp_path), timeout=120)[0]
+    expected, files = run_ranks(export_adapters, 2, str(tmp_path))[0]
     assert sorted(files) == ["adapter_config.json", "adapter_model.safetensors"]
     subprocess.run([sys.executable, "-m", "onecopy.cli", "export", f"{tmp_path}/saved", f"{tmp_path}/offline"], check=True)
     for folder in ("adapter", "offline"):
