@@ -11,31 +11,15 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch import nn
 
 import onecopy
 from onecopy.checkpoint import store, tensors
 from onecopy.checkpoint.format import MANIFEST, Span
 from onecopy.checkpoint.tensors import Reader, write_tensors
 from onecopy.errors import CheckpointError, OneCopyError
+from tests.pure.test_checkpoint import engine, step, whole
 
 pytestmark = pytest.mark.pure
-
-
-def engine(seed: int = 0) -> onecopy.Engine:
-    torch.manual_seed(seed)
-    return onecopy.initialize(
-        nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 2)), onecopy.stage(3), optimizer=lambda p: torch.optim.Adam(p, lr=0.1)
-    )
-
-
-def step(one: onecopy.Engine) -> None:
-    one(torch.ones(2, 3)).sum().backward()
-    one.step()
-
-
-def whole(one: onecopy.Engine) -> list[float]:
-    return [value for param in one.module.parameters() for value in param.detach().reshape(-1).tolist()]
 
 
 def test_a_reader_reads_ranges_and_notices_damage(tmp_path: Path) -> None:

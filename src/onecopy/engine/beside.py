@@ -12,7 +12,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import closing, suppress
+from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
 
@@ -72,6 +72,17 @@ class Beside:
     def join(self) -> None:
         """Wait until everything handed over is stepped; raises what went wrong on the thread. Where the wait is interrupted,
         the next one goes on."""
+        optimizer, failed = self._optimizer, self._wait()
+        if failed:
+            raise failed[0]
+        if optimizer is not None and _options(optimizer) != self._before:
+            raise EngineError(
+                f"{type(optimizer).__name__} changes its own options as it steps, which a step beside training cannot keep; "
+                "use StepPolicy(when='boundary')"
+            )
+
+    def _wait(self) -> list[BaseException]:
+        """The thread is idle, and its memory is given back; what went wrong on it."""
         failed = []
         while self._running:
             task, future = self._running[0]
@@ -82,17 +93,11 @@ class Beside:
             task.weights.writes.busy = False
             if task.owned:
                 self._tiers.host.drop("gradient", task.total)
-        optimizer, self._optimizer = self._optimizer, None
+        self._optimizer = None
         if self._scratch is not None:
             self._tiers.host.drop("workspace", self._scratch)
             self._scratch = None
-        if failed:
-            raise failed[0]
-        if optimizer is not None and _options(optimizer) != self._before:
-            raise EngineError(
-                f"{type(optimizer).__name__} changes its own options as it steps, which a step beside training cannot keep; "
-                "use StepPolicy(when='boundary')"
-            )
+        return failed
 
     def take(self) -> list[UnitRun]:
         """The units that were handed over; from here on they are not."""
@@ -106,9 +111,8 @@ class Beside:
         return bool(self.units) and _options(self._tiles.optimizer) != self._before
 
     def abandon(self) -> None:
-        """Let the thread end; what it has stepped does not matter."""
-        with suppress(Exception):  # and neither does what went wrong with it
-            self.join()
+        """Let the thread end; what it has stepped does not matter, and so neither does what went wrong with it."""
+        self._wait()
         self.take()
 
     def close(self) -> None:
