@@ -195,9 +195,7 @@ def check_at_rest(engine: Engine, what: str) -> None:
     if what == "save" and core.stepper is not None and core.stepper.torn is not None:
         raise CheckpointError(f"save() after a step that was interrupted: {core.stepper.torn}. load() the last checkpoint")
     gradients = [gradients for unit in core.run.units for gradients in unit.gradients]
-    if core.rounds.interrupted or any(
-        held is not None for kept in gradients for held in (kept.fill, kept.current, kept.total)
-    ):
+    if core.rounds.interrupted or any(kept.any for kept in gradients):
         raise CheckpointError(
             f"{what}() with gradients that no step has used: {engine.micro_steps} micro-batches are done, with "
             f"accumulation over {core.plan.batch.accumulation}. Call it after the engine.step() that ends a window, or "

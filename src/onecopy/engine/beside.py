@@ -25,6 +25,7 @@ from onecopy.engine.weights import Weights
 from onecopy.errors import EngineError
 from onecopy.optim import Tiles
 from onecopy.plan.layout import Slot
+from onecopy.tiers.held import Held
 from onecopy.tiers.tiers import Tiers
 
 __all__ = ["Beside", "Task"]
@@ -36,7 +37,7 @@ class Task:
     gradients."""
 
     weights: Weights
-    total: torch.Tensor
+    total: Held
     used: dict[Slot, bool]
     owned: bool = False
 
@@ -91,8 +92,8 @@ class Beside:
             if error is not None:
                 failed.append(error)
             task.weights.writes.busy = False
-            if task.owned:
-                self._tiers.host.drop("gradient", task.total)
+            if task.owned and task.total.plain is not None:
+                self._tiers.host.drop("gradient", task.total.plain)
         self._optimizer = None
         if self._scratch is not None:
             self._tiers.host.drop("workspace", self._scratch)
@@ -129,16 +130,14 @@ class Beside:
 
     def _step(self, task: Task, factor: float, look: bool, arrived: Callable[[], Any]) -> None:
         arrived()
-        if self.skipped or (look and not _finite(task.total)):
+        if self.skipped or (look and not _finite(task.total.plain)):
             self.skipped = True
             return
         assert self._scratch is not None
         dtype, grid = task.weights.state.dtype, task.weights.state.grid
         scratch = self._scratch[: min(grid.tile, grid.numel) * dtype.itemsize].view(dtype)
-        with torch.no_grad(), closing(Ahead(self._tiles, [task.weights])) as coming:
-            step_tiles(
-                self._tiles, self._tiers, task.weights, task.total, task.used, factor, coming, scratch, self._optimizer
-            )
+        with torch.no_grad(), closing(Ahead(self._tiles, [(task.weights, task.total)])) as coming:
+            step_tiles(self._tiles, self._tiers, task.weights, task.used, factor, coming, scratch, self._optimizer)
 
 
 def _options(optimizer: Optimizer) -> list[dict[str, Any]]:
@@ -155,5 +154,6 @@ def _mark(tasks: list[Task]) -> Callable[[], Any]:
     return event.synchronize
 
 
-def _finite(total: torch.Tensor) -> bool:
+def _finite(total: torch.Tensor | None) -> bool:
+    assert total is not None  # gradients that are stepped beside training are in memory
     return all(math.isfinite(float(torch.linalg.vector_norm(part, math.inf).float())) for part in total.split(1 << 20))

@@ -299,6 +299,7 @@ class Engine(nn.Module):
         assert stepper is not None
         core.gathering.release_all()
         stepper.join_early()
+        stepper.check_gradients()
         self._refuse_strangers()
         gradient = {memory.tier: memory.live["gradient"] for memory in core.tiers.all}
         # Gradients are too large by the loss scale, and too small where ranks had no data.
@@ -308,6 +309,7 @@ class Engine(nn.Module):
         if any(verdict.late):
             stepper.refuse_early("gradients came after their unit was sent")
             core.rounds.send_late(verdict.late)
+            stepper.check_gradients()
             verdict = stepper.agree(scale, core.rounds.late(), state)
         if verdict.empty:
             what = "after every p.grad was set to None" if stepper.edits else "without a backward pass on any rank"

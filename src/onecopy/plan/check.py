@@ -118,12 +118,10 @@ def _check_tiers(name: str, row: Row) -> None:
     if rest.tier == "device" and held.tier != "device":
         raise PlanError(f"parameter {name!r} rests on 'device' and is held on {held.tier!r}; hold it where it rests")
     gradient = row.gradient.rest
-    if gradient.tier == "disk":
-        raise PlanError(f"gradient of {name!r} is on tier 'disk'; it goes as far as 'host', where the next step uses it up")
-    if gradient.tier == "host" and not gradient.shards:
+    if gradient.tier != "device" and not gradient.shards:
         raise PlanError(
-            f"gradient of {name!r} is on tier 'host' and is not sharded: micro-batches add to it on the device. Shard it "
-            "(stage 2 or 3), or leave it on 'device'"
+            f"gradient of {name!r} is on tier {gradient.tier!r} and is not sharded: micro-batches add to it on the device. "
+            "Shard it (stage 2 or 3), or leave it on 'device'"
         )
     optimizer, moments = row.optimizer, row.moment
     if moments.shards != optimizer.shards:
@@ -197,8 +195,7 @@ def _check_numbers(plan: Plan) -> None:
         if cap is not None:
             _number(f"cap of {what} memory in bytes", cap, _FROM_ONE)
     rows = [rule.row for rule in plan.rules]
-    layouts = [layout for row in rows for layout in (row.parameter.rest, row.optimizer, row.moment)]
-    if plan.scratch is None and any(layout.tier == "disk" for layout in layouts):
+    if plan.scratch is None and any("disk" in row.tiers for row in rows):
         raise PlanError("a state is on tier 'disk' and the plan names no folder for it; give scratch=onecopy.Scratch(folder)")
     _number("accumulation", plan.batch.accumulation, _FROM_ONE)
     if plan.clip.max_norm is not None:

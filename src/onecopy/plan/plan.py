@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, fields, is_dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any, Literal
 
-from onecopy.plan.layout import Layout, Mesh
+from onecopy.plan.layout import Layout, Mesh, Tier
 
 __all__ = [
     "Batch",
@@ -63,6 +63,11 @@ class Row:
     def moment(self) -> Layout:
         """The layout of the moments."""
         return self.moments if self.moments is not None else self.optimizer
+
+    @property
+    def tiers(self) -> tuple[Tier, Tier, Tier, Tier]:
+        """Where parameter, gradient, master weights and moments rest."""
+        return self.parameter.rest.tier, self.gradient.rest.tier, self.optimizer.tier, self.moment.tier
 
 
 @dataclass(frozen=True)

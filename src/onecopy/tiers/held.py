@@ -6,6 +6,7 @@ memory all three do nothing but show it; a codec decodes and encodes between; th
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
@@ -118,12 +119,25 @@ class Held:
 
     def write(self, low: int, high: int, values: torch.Tensor) -> None:
         """Make elements ``[low, high)`` those of ``values``."""
+        self.change(low, high, lambda part, at: part.copy_(values[at : at + part.numel()]), fresh=True)
+
+    def change(self, low: int, high: int, how: Callable[[torch.Tensor, int], object], fresh: bool = False) -> None:
+        """Let ``how(part, at)`` change elements ``[low, high)`` in place, a part of them at a time, which begins ``at``
+        elements after ``low``. ``fresh``: it does not look at what was there."""
         for tile in self.grid.meets(low, high):
             start, stop = self.grid.bounds(tile)
             first, last = max(low, start), min(high, stop)
-            lent = self.lend(tile, fresh=(first, last) == (start, stop))
-            lent.wait()[first - start : last - start].copy_(values[first - low : last - low])
-            lent.put()
+            lent = self.lend(tile, fresh=fresh and (first, last) == (start, stop))
+            try:
+                how(lent.wait()[first - start : last - start], first - low)
+                lent.put()
+            finally:
+                lent.drop()  # where it was not given back
+
+    def seen_as(self, dtype: torch.dtype) -> Held:
+        """The same place for values of ``dtype``, which is no wider. What was written as one is not to be read as the
+        other."""
+        return Held(self.grid, dtype, self._place, self.codec, self._workspace, self.clock, self._align)
 
 
 class Tile:

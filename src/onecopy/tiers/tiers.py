@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 
 from onecopy.codecs import ALIGN, Codec, blocks
-from onecopy.plan.layout import Grid, Tier
+from onecopy.plan.layout import Grid, Tier, in_memory
 from onecopy.plan.plan import Caps
 from onecopy.tiers.disk import Disk, Region, Staged, Transfer
 from onecopy.tiers.held import Clock, Held, Loan, Resident, Tile
@@ -42,6 +42,8 @@ class Tiers:
         self.moved = moved
         self.clock = Clock()
         self._ahead: dict[Held, deque[Tile]] = {}
+        # Bytes of the largest tile on disk.
+        self._largest = 0
 
     def memory(self, tier: Tier) -> Memory:
         """What allocates on ``tier``, or keeps the account of it."""
@@ -63,7 +65,7 @@ class Tiers:
 
     def computing(self, tier: Tier) -> Memory:
         """The memory in which states of ``tier`` are computed with."""
-        return self.device if tier == "device" else self.host
+        return self.memory(in_memory(tier))
 
     def hold(self, kind: str, name: str, tier: Tier, grid: Grid, dtype: torch.dtype, codec: Codec | None = None) -> Held:
         """Room for a state of ``kind`` over ``grid``. On disk it is reserved, and there once the disk is open."""
@@ -71,6 +73,7 @@ class Tiers:
             assert self.disk is not None
             size = blocks(grid.numel, grid.tile, _name(dtype), codec)
             self.account.count(kind, size)
+            self._largest = max(self._largest, blocks(min(grid.tile, grid.numel), grid.tile, _name(dtype), codec))
             place = OnDisk(self.disk, self.disk.reserve(name, size), self.moved)
             return Held(grid, dtype, place, codec, self.host, self.clock, ALIGN)
         memory = self.memory(tier)
@@ -92,14 +95,17 @@ class Tiers:
         """Copy all of ``held`` to ``out``."""
         tiles = self._ahead.pop(held, deque())
         coming = len(tiles)
-        for index in range(held.grid.count):
-            while coming < held.grid.count and (not tiles or (len(tiles) < _AHEAD and self._room(held))):
-                tiles.append(held.lend(coming))
-                coming += 1
-            low, high = held.grid.bounds(index)
-            lent = tiles.popleft()
-            out[low:high].copy_(lent.wait())
-            lent.drop()
+        try:
+            for index in range(held.grid.count):
+                while coming < held.grid.count and (not tiles or (len(tiles) < _AHEAD and self._room(held))):
+                    tiles.append(held.lend(coming))
+                    coming += 1
+                low, high = held.grid.bounds(index)
+                out[low:high].copy_(tiles[0].wait())
+                tiles.popleft().drop()
+        finally:
+            for tile in tiles:
+                tile.drop()
 
     def forget(self, held: Held | None = None) -> None:
         """What was read ahead (of ``held``, or all of it) is going to be written: it would be out of date."""
@@ -108,9 +114,9 @@ class Tiers:
                 tile.drop()
 
     def _room(self, held: Held) -> bool:
-        """Does staging hold a tile of ``held`` beside one more, which whoever cannot wait may need?"""
+        """Does staging hold a tile of ``held`` beside one more of any state, which whoever cannot wait may need?"""
         size = held.grid.tile * held.dtype.itemsize
-        return self.disk is None or self.disk.has_room(2 * -(-size // ALIGN) * ALIGN)
+        return self.disk is None or self.disk.has_room(-(-size // ALIGN) * ALIGN + self._largest)
 
     def close(self) -> None:
         """Remove what is on disk."""
