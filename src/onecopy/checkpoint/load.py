@@ -353,6 +353,7 @@ class Loading:
             accumulation = core.plan.batch.accumulation
             same = manifest.plan.get("accumulation") == accumulation
             engine.micro_steps = counters["micro_steps"] if same else engine.global_steps * accumulation
+            engine._window_began = engine.micro_steps
         if self.wanted.data is not None:
             self.wanted.data.load_state_dict(self._place)
         if self._random is not None:  # last, as nothing here may draw from them

@@ -120,9 +120,9 @@ class Stepper:
             if gradients.sums.on_disk and self._ranks.first_replica:
                 gradients.sums.norms = self._norms_of(gradients)
 
-    def check_gradients(self) -> None:
+    def check_gradients(self, discard: Callable[[], None]) -> None:
         """Gradients that rest on disk are there. Where the disk of some rank failed, :class:`DiskError` is raised on all of
-        them, which the gradients of the window are lost to and nothing else. Collective where gradients rest on disk."""
+        them, after ``discard()``: the window is lost, and no state has changed. Collective where gradients rest on disk."""
         disk = self._tiers.disk
         if disk is None or not any(gradients.sums.on_disk for gradients in self._buffers):
             return
@@ -130,8 +130,8 @@ class Stepper:
         try:
             meeting.all_or_none(partial(_settle, disk, problem))
         except OneCopyError as error:
-            self.discard()
-            raise DiskError(f"{error}. The gradients of this window are lost and no state has changed: {_AFTER}") from error
+            discard()
+            raise DiskError(f"{error}. {_WINDOW_LOST}") from error
 
     # Gradients as the user sees them
 
@@ -438,7 +438,10 @@ def _at_rest(stepper: weakref.ref[Stepper]) -> Callable[..., None]:
     return wait
 
 
-_AFTER = "engine.save() keeps it; once the disk has room again, the window may be repeated"
+_WINDOW_LOST = (
+    "The gradients of this window are lost, and no state has changed: repeat the window if the disk works again, or "
+    "engine.save() and load() that in a new engine whose gradients rest on 'host' (onecopy.offload(..., gradient='host'))"
+)
 
 
 def _settle(disk: Disk, problem: DiskError | None) -> None:

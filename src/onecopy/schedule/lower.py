@@ -13,7 +13,7 @@ from functools import cached_property
 from onecopy import codecs
 from onecopy.plan.layout import FlatLayout, Grid, Layout, Mesh, ParamFact, Tier, UnitFact, flatten, in_memory
 from onecopy.plan.plan import Plan, Precision, Row, State, StepPolicy
-from onecopy.schedule.ops import Event, Group, Op
+from onecopy.schedule.ops import Event, Group, Kind, Op
 
 __all__ = ["TILE", "Buffer", "Facts", "Schedule", "lower"]
 
@@ -329,23 +329,25 @@ def _lower_states(buffer: Buffer, listed: list[Op]) -> None:
     computed with, master weights from the disk and back, new weights to where the parameter rests."""
     row, grid, name = buffer.row, buffer.grid(), buffer.name
     codec = buffer.accumulate_codec if buffer.accumulates else buffer.reduce_codec
-    comes, computes = in_memory(row.gradient.rest.tier), in_memory(row.optimizer.tier)
-    if row.gradient.rest.tier == "disk":
+    computes = in_memory(row.optimizer.tier)
+
+    def moves(kind: Kind, state: str, codec: str) -> None:
         padded = codecs.blocks(grid.numel, grid.tile, codec)
-        listed.append(Op("fetch", "gradient", name, padded, "uint8", tier="disk"))
-    if comes != computes:
-        listed.append(Op("evict" if computes == "host" else "fetch", "gradient", name, grid.numel, codec, tier="host"))
-    if computes == "device":
-        return
+        listed.append(Op(kind, state, name, padded, "uint8", tier="disk"))
+
+    if row.gradient.rest.tier == "disk":
+        moves("fetch", "gradient", codec)
+    if in_memory(row.gradient.rest.tier) != computes:
+        kind: Kind = "evict" if computes == "host" else "fetch"
+        listed.append(Op(kind, "gradient", name, grid.numel, codec, tier="host"))
     if row.optimizer.tier == "disk":
-        padded = codecs.blocks(grid.numel, grid.tile, buffer.weight)
-        listed.append(Op("fetch", "master", name, padded, "uint8", tier="disk"))
-        listed.append(Op("evict", "master", name, padded, "uint8", tier="disk"))
-    if row.parameter.rest.tier == "device":
-        listed.append(Op("fetch", "parameter", name, grid.numel, buffer.dtype, tier="host"))
-    elif row.parameter.rest.tier == "disk" and buffer.master is not None:
-        padded = codecs.blocks(grid.numel, grid.tile, buffer.dtype)
-        listed.append(Op("evict", "parameter", name, padded, "uint8", tier="disk"))
+        moves("fetch", "master", buffer.weight)
+        moves("evict", "master", buffer.weight)
+    if in_memory(row.parameter.rest.tier) != computes:
+        kind = "fetch" if computes == "host" else "evict"
+        listed.append(Op(kind, "parameter", name, grid.numel, buffer.dtype, tier="host"))
+    if row.parameter.rest.tier == "disk" and buffer.master is not None:
+        moves("evict", "parameter", buffer.dtype)
 
 
 def _lower_vote(buffers: Sequence[Buffer], units: int, mesh: Mesh) -> tuple[Op, ...]:
