@@ -210,12 +210,14 @@ def plan(
 @app.command()
 def doctor(
     memory: Annotated[bool, typer.Option("--memory", help="Measure memory (the default without --disk).")] = False,
-    disk: Annotated[Path | None, typer.Option(help="Measure the disk of this folder, with 512 MiB in it.")] = None,
+    disk: Annotated[str | None, typer.Option(help="Measure the disk of this folder, with 512 MiB in it.")] = None,
     params: Annotated[str, typer.Option(help="Parameters of the model whose optimizer step is estimated.")] = "7B",
     as_json: Json = False,
 ) -> None:
     """Measure memory and disk, and say what an optimizer step with its states there costs."""
-    found = examine(quantity(params, "--params"), memory or disk is None, disk)
+    if disk is not None and not disk.strip():
+        raise ConfigError(f"--disk {disk!r} names no folder; name one on the disk, such as '.' for this one")
+    found = examine(quantity(params, "--params"), memory or disk is None, None if disk is None else Path(disk))
     if as_json:
         typer.echo(json.dumps(found))
         return

@@ -75,6 +75,7 @@ BAD = {
     "hostfile": (["launch", "--hostfile", "nowhere", __file__], "'nowhere' does not exist"),
     "node rank": (["launch", "--node_rank", "1", __file__], "--node_rank 1 without --hostfile"),
     "doctor's count": (["doctor", "--params", "7X"], "--params '7X' is not a number such as 7.5e9, 7B or 125M"),
+    "doctor's disk without a name": (["doctor", "--disk", " "], "--disk ' ' names no folder"),
     "doctor's disk": (["doctor", "--disk", "nowhere"], "nowhere is no folder"),
     "port": (["launch", "--master_port", "70000", __file__], "--master_port 70000"),
 }

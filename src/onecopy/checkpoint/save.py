@@ -138,7 +138,8 @@ def save(engine: Engine, directory: str | os.PathLike[str], tag: str | None, wis
         meeting.from_rank0(draft.discard)
         raise
     meeting.from_rank0(lambda: _make_newest(draft, wish))
-    return str(draft.target)
+    engine._saves.last = str(draft.target)
+    return engine._saves.last
 
 
 def _make_newest(draft: Draft, wish: Wish) -> None:
@@ -193,7 +194,8 @@ def check_at_rest(engine: Engine, what: str) -> None:
     """Raise :class:`CheckpointError` when ``what`` would lose gradients or miss values that are being edited."""
     core = engine._core
     if what == "save" and core.stepper is not None and core.stepper.torn is not None:
-        raise CheckpointError(f"save() after a step that was interrupted: {core.stepper.torn}. load() the last checkpoint")
+        torn = core.stepper.torn
+        raise CheckpointError(f"save() after a step that was interrupted: {torn}{engine._saves.remedy(torn)}")
     gradients = [gradients for unit in core.run.units for gradients in unit.gradients]
     if core.rounds.interrupted or any(kept.any for kept in gradients):
         raise CheckpointError(

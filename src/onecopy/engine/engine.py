@@ -288,8 +288,8 @@ class Engine(nn.Module):
         torn = self._core.stepper.torn if self._core.stepper is not None else None
         if torn is not None:
             raise EngineError(
-                f"the last step was interrupted: {torn}. Some weights are stepped and some are not; load() a checkpoint with "
-                "its optimizer states"
+                "some weights are stepped and some are not, since the last step was interrupted: "
+                f"{torn}{self._saves.remedy(torn)}"
             )
         if self._core.rounds.interrupted or self._core.rounds.open:
             raise EngineError(

@@ -392,7 +392,7 @@ class Stepper:
                 meeting.all_or_none(self._beside.join)
             else:
                 self._beside.join()
-        except BaseException as error:
+        except Exception as error:  # Ctrl-C interrupts the wait and no more: the next one goes on
             self.torn = f"{type(error).__name__}: {error}"
             raise
         if self._when == "delayed":
