@@ -155,12 +155,16 @@ def _check_when(plan: Plan) -> None:
         against.append("the loss is scaled, and whether gradients overflow is known after the backward pass")
     for rule in plan.rules:
         row = rule.row
-        tiers = {row.gradient.rest.tier, row.optimizer.tier, row.moment.tier}
-        if tiers != {"host"} or row.moment.codec is not None or row.optimizer.codec is not None:
+        parameter, gradient, optimizer, _ = row.tiers
+        if gradient != "host" or optimizer == "device":
             against.append(
-                f"rule {rule.pattern!r} does not keep gradients, master weights and moments all on 'host' and as they are: "
-                "offload(stage(2)) or offload(stage(3)) does, without low_precision"
+                f"rule {rule.pattern!r} does not keep gradients on 'host' and master weights and moments off the device: "
+                "offload(stage(2)) or offload(stage(3)) does"
             )
+        if parameter == "disk":
+            against.append(f"rule {rule.pattern!r} keeps parameters on 'disk', which two threads would read at a time")
+        if row.optimizer.codec is not None:
+            against.append(f"rule {rule.pattern!r} steps parameters where they rest ({row.optimizer.codec!r})")
     if against:
         raise PlanError(f"step when is {when!r}, and {'; '.join(against)}; use when='boundary'")
 

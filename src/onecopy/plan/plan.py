@@ -146,7 +146,7 @@ class StepPolicy:
     ``when``: "boundary", in ``engine.step()``; "backward", each unit on a thread as soon as its gradients are summed, while
     the backward pass goes on to the next: the same numbers, where nothing has to be known of all gradients first (no
     clipping, no loss scale); "delayed", on a thread during the next window, so that parameters are one update behind
-    (ZeRO-Offload, section 5.2). The last two are for states and gradients on the host.
+    (ZeRO-Offload, section 5.2). The last two are for gradients on the host and states on host or disk.
     """
 
     tile: int | None = None

@@ -343,6 +343,8 @@ def _lower_states(buffer: Buffer, listed: list[Op]) -> None:
     if row.optimizer.tier == "disk":
         moves("fetch", "master", buffer.weight)
         moves("evict", "master", buffer.weight)
+        if buffer.step.when != "boundary":  # the parameter follows when the thread is done
+            moves("fetch", "master", buffer.weight)
     if in_memory(row.parameter.rest.tier) != computes:
         kind = "fetch" if computes == "host" else "evict"
         listed.append(Op(kind, "parameter", name, grid.numel, buffer.dtype, tier="host"))

@@ -155,9 +155,20 @@ class Walk:
             self._sends(unit, "step", "spread")
 
     def _beside(self) -> int:
-        """A tile's gradients as they are stepped: what a step on a thread works with, until it is joined."""
-        grids = [(buffer.grid(), buffer.weight) for buffer in self._schedule.buffers if buffer.trainable]
-        return max((min(grid.tile, grid.numel) * itemsize(weight) for grid, weight in grids), default=0)
+        """A tile's gradients as they are stepped, and its moments decoded: what a step on a thread works with, until it is
+        joined."""
+        trained = [buffer for buffer in self._schedule.buffers if buffer.trainable]
+        return max((self._tile(buffer) * (1 + self._decoded(buffer)) for buffer in trained), default=0)
+
+    def _tile(self, buffer: Buffer) -> int:
+        """Bytes of a tile of what is stepped."""
+        grid = buffer.grid()
+        return min(grid.tile, grid.numel) * itemsize(buffer.weight)
+
+    def _decoded(self, buffer: Buffer) -> int:
+        """How many moments rest in a codec."""
+        moments = moment_codecs(self._schedule.facts.moments_of(buffer), buffer.row.moment)
+        return sum(coded is not None for _, _, coded in moments)
 
     # Parameters
 
@@ -334,11 +345,7 @@ class Walk:
     def _step_tiles(self, buffer: Buffer, codec: str) -> None:
         """A tile's gradient in the weights' dtype, and its states decoded."""
         tier = in_memory(buffer.row.optimizer.tier)
-        grid = buffer.grid()
-        values = min(grid.tile, grid.numel) * itemsize(buffer.weight)
         same = codec == buffer.weight and in_memory(buffer.row.gradient.rest.tier) == tier
-        moments = moment_codecs(self._schedule.facts.moments_of(buffer), buffer.row.moment)
-        decoded = sum(coded is not None for _, _, coded in moments)
-        work = values * ((not same) + decoded + buffer.steps_encoded)
+        work = self._tile(buffer) * ((not same) + self._decoded(buffer) + buffer.steps_encoded)
         self._count("workspace", work, tier)
         self._count("workspace", -work, tier)

@@ -6,7 +6,9 @@ memory all three do nothing but show it; a codec decodes and encodes between; th
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Protocol
 
 import torch
@@ -69,6 +71,22 @@ class Clock:
 
     def __init__(self) -> None:
         self.step = 0
+        self._own = threading.local()
+
+    @contextmanager
+    def at(self, step: int) -> Iterator[None]:
+        """This thread is in ``step``, whatever the others go on to."""
+        self._own.step = step
+        try:
+            yield
+        finally:
+            del self._own.step
+
+    @property
+    def now(self) -> int:
+        """The step that the calling thread is in."""
+        step: int = getattr(self._own, "step", self.step)
+        return step
 
 
 class Held:
@@ -184,7 +202,7 @@ class Tile:
 
     def _number(self) -> int:
         """What no other encoding of this state has: a run that resumes at the same step rounds alike."""
-        return (self._held.clock.step << 32) + self._tile
+        return (self._held.clock.now << 32) + self._tile
 
     def drop(self) -> None:
         """The values were only read. Does nothing when the tile is back already."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable
+import threading
+from collections import Counter, deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 
@@ -30,7 +32,12 @@ class Tiers:
     """``device`` and ``host`` allocate memory; ``disk`` holds files, and its :class:`Memory` is their account."""
 
     def __init__(
-        self, device: torch.device, caps: Caps, disk: Disk | None = None, moved: Callable[[str, int], None] = _nowhere
+        self,
+        device: torch.device,
+        caps: Caps,
+        disk: Disk | None = None,
+        moved: Callable[[str, int], None] = _nowhere,
+        beside: bool = False,
     ) -> None:
         self.device = Memory("device", device, caps.device)
         # Beside an accelerator that is simulated the host is too.
@@ -38,12 +45,32 @@ class Tiers:
         self.host = Memory("host", host, caps.host, pinned=device.type not in ("cpu", "meta"))
         self.account = Memory("disk", torch.device("cpu"))
         self.disk = disk
-        # Told of bytes that move between tiers, by the link that they cross.
-        self.moved = moved
+        # Where what rests on host and disk is decoded. A step that runs ``beside`` training would show on the account at any
+        # time; what it needs at most is counted for as long as it runs.
+        self._decoded = Memory("host", host, pinned=self.host.pinned) if beside else self.host
+        self._moved = moved
+        self._apart = threading.local()
         self.clock = Clock()
         self._ahead: dict[Held, deque[Tile]] = {}
         # Bytes of the largest tile on disk.
         self._largest = 0
+
+    def moved(self, link: str, size: int) -> None:
+        """``size`` bytes cross ``link``, between two tiers."""
+        moves: Counter[str] | None = getattr(self._apart, "moves", None)
+        if moves is None:
+            self._moved(link, size)
+        else:
+            moves[link] += size
+
+    @contextmanager
+    def apart(self) -> Iterator[Counter[str]]:
+        """What this thread moves is added up here and told to nobody."""
+        self._apart.moves = Counter()
+        try:
+            yield self._apart.moves
+        finally:
+            self._apart.moves = None
 
     def memory(self, tier: Tier) -> Memory:
         """What allocates on ``tier``, or keeps the account of it."""
@@ -74,13 +101,14 @@ class Tiers:
             size = blocks(grid.numel, grid.tile, _name(dtype), codec)
             self.account.count(kind, size)
             self._largest = max(self._largest, blocks(min(grid.tile, grid.numel), grid.tile, _name(dtype), codec))
-            place = OnDisk(self.disk, self.disk.reserve(name, size), self.moved)
-            return Held(grid, dtype, place, codec, self.host, self.clock, ALIGN)
+            on_disk = OnDisk(self.disk, self.disk.reserve(name, size), self.moved)
+            return Held(grid, dtype, on_disk, codec, self._decoded, self.clock, ALIGN)
         memory = self.memory(tier)
         if codec is None:
             return self.show(memory.alloc(kind, grid.numel, dtype), grid.tile)
         size = blocks(grid.numel, grid.tile, _name(dtype), codec)
-        return Held(grid, dtype, Resident(memory.alloc(kind, size, torch.uint8)), codec, memory, self.clock, ALIGN)
+        place = Resident(memory.alloc(kind, size, torch.uint8))
+        return Held(grid, dtype, place, codec, self._decoded if tier == "host" else memory, self.clock, ALIGN)
 
     # What is read whole, such as the shard of a parameter
 
