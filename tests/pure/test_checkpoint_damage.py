@@ -17,6 +17,7 @@ from onecopy.checkpoint import store, tensors
 from onecopy.checkpoint.format import MANIFEST, Span
 from onecopy.checkpoint.tensors import Reader, write_tensors
 from onecopy.errors import CheckpointError, OneCopyError
+from tests.pure.disk_files import largest_file
 from tests.pure.test_checkpoint import engine, step, whole
 
 pytestmark = pytest.mark.pure
@@ -196,3 +197,19 @@ def test_old_checkpoints_go_and_the_newest_complete_ones_stay(tmp_path: Path) ->
     (tmp_path / "latest").write_text("aside\n")
     assert store.prune(tmp_path, 1) == ["e", "f"]
     assert store.complete_tags(tmp_path) == ["aside", "g"]
+
+
+@pytest.mark.parametrize("room", [0, 2000])
+def test_a_save_that_finds_no_room_leaves_no_folder(tmp_path: Path, room: int) -> None:
+    """Neither when the first file cannot be written nor when a later one cannot; what was there before stays."""
+    one = engine()
+    step(one)
+    with largest_file(room), pytest.raises(CheckpointError, match="File too large"):
+        one.save(tmp_path / "some" / "where")
+    assert not list(tmp_path.iterdir())
+    (tmp_path / "some").mkdir()
+    with largest_file(room), pytest.raises(CheckpointError, match="File too large"):
+        one.save(tmp_path / "some" / "where")
+    assert [path.name for path in tmp_path.rglob("*")] == ["some"]
+    one.save(tmp_path / "some" / "where")
+    one.close()

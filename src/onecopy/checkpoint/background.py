@@ -26,6 +26,7 @@ from onecopy.checkpoint.format import FileRecord
 from onecopy.checkpoint.tensors import Writer
 from onecopy.comm import meeting, watch
 from onecopy.errors import CheckpointError, OneCopyError
+from onecopy.tiers.blocks import NEW_ENGINE
 
 __all__ = ["Job", "Saves", "check_memory"]
 
@@ -140,6 +141,8 @@ class Saves:
         self._thread: threading.Thread | None = None
         self._buffer: Tensor | None = None
         self._untold: list[str] = []
+        # The folder of the newest checkpoint that this engine is known to have saved or loaded.
+        self.last = ""
         # Have all ranks noticed, in the step that they are in, that the save has failed?
         self.agreed = False
         # Says at the interpreter's end what nobody asked for; threads have ended by then.
@@ -180,9 +183,15 @@ class Saves:
         if self._job is None or self._thread is None:
             return ""
         self._thread.join()
-        error, self._job, self._thread = self._job.error, None, None
+        error, self.last = self._job.error, self.last if self._job.error else self._job.what
+        self._job = self._thread = None
         self._untold.clear()
         return error
+
+    def remedy(self, torn: str) -> str:
+        """What to do about an engine that holds states of two steps, by ``torn``, which says why."""
+        last = f", such as {self.last}" if self.last else ""
+        return last if torn.endswith(NEW_ENGINE) else f"; load() a checkpoint with its optimizer states{last}"
 
     def settle(self) -> None:
         """Wait for the end of the save in flight. Raises :class:`CheckpointError` when it failed, on every rank."""

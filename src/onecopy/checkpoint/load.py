@@ -30,6 +30,7 @@ from onecopy.engine.weights import Weights
 from onecopy.errors import CheckpointError
 from onecopy.optim import Piece
 from onecopy.plan.layout import Slot
+from onecopy.tiers.blocks import NEW_ENGINE
 from onecopy.tiers.held import Held
 
 if TYPE_CHECKING:
@@ -76,9 +77,11 @@ def load(
             meeting.together(loading.restore)
         except CheckpointError as error:
             loading.tear(error)
-            raise CheckpointError(f"{error}. The engine holds a part of {folder} now; load again to go on") from error
+            again = "" if str(error).endswith(NEW_ENGINE) else "; load again to go on"
+            raise CheckpointError(f"{error}. The engine holds a part of {folder} now{again}") from error
     loaded = Loaded(decode(own.of_rank(manifest, meeting.my_rank()).get("client_state", manifest.client_state)))
     loaded.path, loaded.differences = str(folder), loading.match.differences
+    engine._saves.last = loaded.path
     if meeting.my_rank() == 0:
         _tell(folder, found, loaded.differences)
     return loaded
@@ -353,6 +356,7 @@ class Loading:
             accumulation = core.plan.batch.accumulation
             same = manifest.plan.get("accumulation") == accumulation
             engine.micro_steps = counters["micro_steps"] if same else engine.global_steps * accumulation
+            engine._window_began = engine.micro_steps
         if self.wanted.data is not None:
             self.wanted.data.load_state_dict(self._place)
         if self._random is not None:  # last, as nothing here may draw from them

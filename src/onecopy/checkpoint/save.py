@@ -138,7 +138,8 @@ def save(engine: Engine, directory: str | os.PathLike[str], tag: str | None, wis
         meeting.from_rank0(draft.discard)
         raise
     meeting.from_rank0(lambda: _make_newest(draft, wish))
-    return str(draft.target)
+    engine._saves.last = str(draft.target)
+    return engine._saves.last
 
 
 def _make_newest(draft: Draft, wish: Wish) -> None:
@@ -193,11 +194,10 @@ def check_at_rest(engine: Engine, what: str) -> None:
     """Raise :class:`CheckpointError` when ``what`` would lose gradients or miss values that are being edited."""
     core = engine._core
     if what == "save" and core.stepper is not None and core.stepper.torn is not None:
-        raise CheckpointError(f"save() after a step that was interrupted: {core.stepper.torn}. load() the last checkpoint")
+        torn = core.stepper.torn
+        raise CheckpointError(f"save() after a step that was interrupted: {torn}{engine._saves.remedy(torn)}")
     gradients = [gradients for unit in core.run.units for gradients in unit.gradients]
-    if core.rounds.interrupted or any(
-        held is not None for kept in gradients for held in (kept.fill, kept.current, kept.total)
-    ):
+    if core.rounds.interrupted or any(kept.any for kept in gradients):
         raise CheckpointError(
             f"{what}() with gradients that no step has used: {engine.micro_steps} micro-batches are done, with "
             f"accumulation over {core.plan.batch.accumulation}. Call it after the engine.step() that ends a window, or "

@@ -20,7 +20,7 @@ import re
 import secrets
 import shutil
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from onecopy.checkpoint.format import MANIFEST, Manifest, NewerFormatError, parse
@@ -64,6 +64,8 @@ class Draft:
 
     directory: Path
     tag: str
+    # Folders that :meth:`open` made around it, the innermost first.
+    made: list[Path] = field(default_factory=list, compare=False)
 
     @property
     def folder(self) -> Path:
@@ -80,13 +82,22 @@ class Draft:
     def open(self, size: int) -> str:
         """Make an empty folder for ``size`` bytes; on one rank. Returns what :meth:`check_shared` is to be told.
 
-        Raises :class:`CheckpointError` when there is too little space, or something else has the tag's name.
+        Raises :class:`CheckpointError` when there is too little space, or something else has the tag's name, and leaves
+        nothing behind then.
         """
-        self.directory.mkdir(parents=True, exist_ok=True)
+        self.made[:] = [path for path in (self.directory, *self.directory.parents) if not path.exists()]
+        try:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            return self._begin(size)
+        except BaseException:
+            self.discard()
+            raise
+
+    def _begin(self, size: int) -> str:
         self._settle_former()
         if self.target.exists() and not (self.target / MANIFEST).is_file():
             raise CheckpointError(f"{self.target} is no checkpoint, so it is not replaced; choose another tag")
-        self.discard()
+        self._remove()
         free = shutil.disk_usage(self.directory).free
         if free < size:
             raise CheckpointError(
@@ -142,7 +153,13 @@ class Draft:
         sync_folder(self.directory)
 
     def discard(self) -> None:
-        """Remove what is written so far."""
+        """Remove what is written so far, and the folders that were made for it, as far as nobody else has used them."""
+        self._remove()
+        for folder in self.made:
+            if folder.is_dir() and not any(folder.iterdir()):
+                folder.rmdir()
+
+    def _remove(self) -> None:
         if self.folder.exists():
             shutil.rmtree(self.folder)
 

@@ -14,7 +14,9 @@ import torch
 from onecopy.errors import DiskError, EngineError
 from onecopy.tiers.scratch import ALIGN, page_memory, round_up, system_error
 
-__all__ = ["PAGE", "File", "Job", "Memory", "Queue", "Staging", "close_files"]
+__all__ = ["NEW_ENGINE", "PAGE", "File", "Job", "Memory", "Queue", "Staging", "close_files"]
+
+NEW_ENGINE = "close() this engine, initialize() another, and load() a checkpoint into that"
 
 PAGE = os.sysconf("SC_PAGE_SIZE")  # bytes; a multiple of ALIGN
 
@@ -109,7 +111,7 @@ class Job:
         doing = "writing" if self.write else "reading"
         return DiskError(
             f"{self.file.path} is shorter than it should be: {size} bytes instead of {self.file.size}, found when {doing} "
-            f"{high - low} bytes at offset {low}. Something outside this run cut it, and the states in it are lost"
+            f"{high - low} bytes at offset {low}. Something outside this run cut it, and what was in it is lost: {NEW_ENGINE}"
         )
 
     def failed(self, low: int, high: int, error: Exception) -> DiskError:
