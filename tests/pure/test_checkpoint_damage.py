@@ -13,9 +13,10 @@ import torch
 from safetensors.torch import load_file
 
 import onecopy
-from onecopy.checkpoint import store, tensors
+from onecopy.checkpoint import store, writer
 from onecopy.checkpoint.format import MANIFEST, Span
-from onecopy.checkpoint.tensors import Reader, write_tensors
+from onecopy.checkpoint.reader import Reader
+from onecopy.checkpoint.writer import write_tensors
 from onecopy.errors import CheckpointError, OneCopyError
 from tests.pure.test_checkpoint import engine, step, whole
 
@@ -51,7 +52,7 @@ def test_a_reader_reads_ranges_and_notices_damage(tmp_path: Path) -> None:
 def test_ranges_across_chunks_are_right_and_each_chunk_is_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Chunks of 64 bytes: any range of a tensor over many of them, and a flipped bit is noticed by exactly those that read
     its chunk."""
-    monkeypatch.setattr(tensors, "CHUNK", 64)
+    monkeypatch.setattr(writer, "CHUNK", 64)
     values = {"wide": torch.arange(50, dtype=torch.float64), "half": torch.arange(99).bfloat16(), "byte": torch.arange(9)}
     record = write_tensors(tmp_path / "f", list(values.items()))
     assert record.chunk == 64 and len(record.crc32) == 8 * -(-record.bytes // 64)
@@ -113,7 +114,7 @@ def test_damage_in_two_hundred_places_is_reported_and_never_loaded(tmp_path: Pat
 
 def test_a_load_that_fails_on_its_way_leaves_an_engine_that_trains_no_mixture(tmp_path: Path, monkeypatch: Any) -> None:
     """Damage far behind the beginning is found when weights before it are loaded: no step and no save until one is whole."""
-    monkeypatch.setattr(tensors, "CHUNK", 64)
+    monkeypatch.setattr(writer, "CHUNK", 64)
     one = engine()
     good, bad = (saved(one, tmp_path, tag)[0] for tag in ("good", "bad"))
     shard = tmp_path / "bad" / "rank-00000.safetensors"

@@ -12,7 +12,8 @@ from torch import Tensor
 from onecopy.checkpoint.format import Parameter, SaveRecord, Span, State, Stored, file_of
 from onecopy.checkpoint.sources import OURS, Source
 from onecopy.checkpoint.store import Draft, check_tag
-from onecopy.checkpoint.tensors import Later, file_bytes, write_tensors
+from onecopy.checkpoint.tensors import Later, file_bytes
+from onecopy.checkpoint.writer import write_tensors
 from onecopy.errors import CheckpointError
 
 __all__ = ["convert"]

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 import warnings
+from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -69,7 +70,7 @@ def load(
     if not found.foreign:  # of another library's files, every rank checks those that it reads
         meeting.together(lambda: _check_same(folder, found))
     manifest = meeting.together(lambda: parse(found.text, str(folder / MANIFEST)))
-    with closing(sources.reader_for(folder, manifest)) as reader:
+    with closing(sources.reader_for(folder, manifest, _alone(engine._core))) as reader:
         loading = meeting.together(lambda: Loading(engine, manifest, reader, groups, wanted))
         try:
             meeting.together(loading.read)
@@ -90,6 +91,13 @@ def _hints(engine: Engine, groups: list[list[str]], wanted: Wanted) -> Hints:
     buffers = frozenset(persistent_buffers(engine.module))
     states = wanted.optimizer_states and engine._core.tiles is not None
     return Hints(names, buffers, tuple(map(tuple, groups)), states)
+
+
+def _alone(core: Core) -> bool:
+    """Does each rank read what no other one reads? Otherwise the page cache saves the disk from reading it again."""
+    mesh = core.ranks.mesh
+    every = [weights for unit in core.run.units for weights in unit.weights]
+    return mesh.world == 1 or (mesh.across == 1 and all(weights.away for weights in every))
 
 
 def _tell(folder: Path, found: store.Found, differences: Differences) -> None:
@@ -178,18 +186,24 @@ class Loading:
 
     def _check_sources(self) -> None:
         """Look up every range that this rank is going to read."""
+        for record, what, state, start, stop in self._ranges():
+            self._check_range(record, what, state, start, stop)
+        for stored in self.match.buffers.values():
+            self.reader.check(stored, stored.shape, stored.dtype)
+
+    def _ranges(self) -> Iterator[tuple[Parameter, str, State, int, int]]:
+        """What this rank is going to read, in the order of :meth:`read`: elements [start, stop) of a state."""
         for weights in self._buffers():
             for slot in self._slots(weights):
                 record = self.match.parameters[slot.param.name]
                 for target in self._targets(weights):
                     part = slot.local(target.low, target.high)
                     if part is not None:
-                        self._check_range(record, "weight", record.weight, part[0] - slot.start, part[1] - slot.start)
-                for piece in self._pieces(slot):
-                    for key, state in record.moments.items():
-                        self._check_range(record, key, state, piece.offset, piece.offset + piece.numel)
-        for stored in self.match.buffers.values():
-            self.reader.check(stored, stored.shape, stored.dtype)
+                        yield record, "weight", record.weight, part[0] - slot.start, part[1] - slot.start
+            for piece in self._pieces(weights):
+                record = self.match.parameters[piece.home.name]
+                for key, state in record.moments.items():
+                    yield record, key, state, piece.offset, piece.offset + piece.numel
 
     def _check_range(self, record: Parameter, what: str, state: State, start: int, stop: int) -> None:
         try:
@@ -222,20 +236,20 @@ class Loading:
             targets += [_Target(a, b, full, a) for a, b in ((0, low), (high, full.numel())) if a < b]
         return targets
 
-    def _pieces(self, slot: Slot) -> list[Piece]:
-        """What this rank steps of the parameter, when its optimizer states are to be loaded."""
-        name = slot.param.name
-        if not self.optimizer_states or self.core.tiles is None or name not in self.match.stepped:
+    def _pieces(self, weights: Weights) -> list[Piece]:
+        """What this rank steps of a buffer, where its optimizer states are to be loaded."""
+        if not self.optimizer_states or self.core.tiles is None:
             return []
-        if name not in self.match.parameters:
-            return []
-        return self.core.tiles.of_param.get(name, [])
+        known = self.match.parameters.keys() & self.match.stepped
+        tiles = self.core.tiles.pieces.get(weights, [])
+        return [piece for pieces in tiles for piece in pieces if piece.home.name in known]
 
     # Reading
 
     def read(self) -> None:
         """Fill weights, master weights, moments and buffers."""
         self.core.gathering.release_all()
+        self.reader.expect(span for _, _, state, start, stop in self._ranges() for span in state.covering(start, stop))
         with torch.no_grad(), self.core.run.writing():
             for weights in self._buffers():
                 weights.notice_writes()  # or the next step would take what somebody wrote before for newer than this
@@ -288,9 +302,10 @@ class Loading:
         tiles = self.core.tiles
         if tiles is None:
             return
+        wanted = set(self._pieces(weights))
         for pieces in tiles.pieces.get(weights, []):
-            wanted = [piece for piece in pieces if piece in self._pieces(piece.home.slot)]
-            tiles.store({piece: self._moments(piece, self.match.parameters[piece.home.name]) for piece in wanted})
+            here = [piece for piece in pieces if piece in wanted]
+            tiles.store({piece: self._moments(piece, self.match.parameters[piece.home.name]) for piece in here})
 
     def _moments(self, piece: Piece, record: Parameter) -> dict[str, Any]:
         """The optimizer's state of ``piece``."""

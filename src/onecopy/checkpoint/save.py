@@ -47,7 +47,8 @@ from onecopy.checkpoint.format import (
 from onecopy.checkpoint.modules import extra_modules, persistent_buffers
 from onecopy.checkpoint.recorded import describe
 from onecopy.checkpoint.store import Draft, check_tag, prune
-from onecopy.checkpoint.tensors import Later, Writer, file_bytes, part_of, write_tensors
+from onecopy.checkpoint.tensors import Later, file_bytes, part_of
+from onecopy.checkpoint.writer import Writer, write_tensors
 from onecopy.comm import meeting
 from onecopy.engine.weights import Weights
 from onecopy.errors import CheckpointError
@@ -184,9 +185,9 @@ def _size(engine: Engine, prepared: Prepared, asynchronous: bool) -> int:
     """Bytes of all tensor files. Collective; raises :class:`CheckpointError` where copies of them need memory that is not
     there."""
     size = file_bytes(prepared.tensors)
-    kept = [tensor for _, tensor in prepared.tensors if not isinstance(tensor, Later)]
-    staged = sum(tensor.numel() * tensor.element_size() for tensor in kept) - engine._saves.room
-    return check_memory(size, max(staged, 0) if asynchronous else 0)
+    later = sum(tensor.numel() * tensor.element_size() for _, tensor in prepared.tensors if isinstance(tensor, Later))
+    staged = max(size - later - engine._saves.room, 0) if asynchronous else 0
+    return check_memory(size, staged)
 
 
 def check_at_rest(engine: Engine, what: str) -> None:

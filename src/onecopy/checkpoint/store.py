@@ -24,7 +24,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from onecopy.checkpoint.format import MANIFEST, Manifest, NewerFormatError, parse
-from onecopy.checkpoint.tensors import sync_folder, write_durably, wrong_size
+from onecopy.checkpoint.reader import wrong_size
+from onecopy.checkpoint.tensors import sync_folder, write_durably
 from onecopy.errors import CheckpointError
 
 __all__ = ["POINTER", "Draft", "Found", "check_tag", "complete_tags", "find", "human", "prune"]

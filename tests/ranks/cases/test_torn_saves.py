@@ -217,17 +217,17 @@ ON_A_SMALL_DISK = """
     import json, os, shutil, sys, threading
     import torch
     import onecopy
-    from onecopy.checkpoint import tensors
+    from onecopy.checkpoint import writer
     from onecopy.errors import CheckpointError
 
     disk, out = sys.argv[1:]
 
     def fill_up_behind_training(engine, folder, rank, step):
         # There is room when an asynchronous save begins, and none left when it writes.
-        go, finish = threading.Event(), tensors.Writer.finish
-        tensors.Writer.finish = lambda writer: (go.wait(60), finish(writer))[1]
+        go, finish = threading.Event(), writer.Writer.finish
+        writer.Writer.finish = lambda one: (go.wait(60), finish(one))[1]
         engine.save(folder, "behind", asynchronous=True)
-        tensors.Writer.finish = finish
+        writer.Writer.finish = finish
         if rank == 0:
             with open(f"{disk}/filler", "wb") as file:
                 file.write(b"x" * (1 << 20))
