@@ -399,7 +399,7 @@ def killed_at(call: int, save: Callable[[], Any]) -> bool:
         try:
             for module, name in (
                 (os, "rename"), (os, "replace"), (os, "mkdir"), (os, "unlink"), (os, "fsync"), (os, "rmdir"),
-                (os, "open"), (os, "pwritev"), (os, "ftruncate"),
+                (os, "open"), (os, "pwritev"), (os, "pwrite"), (os, "ftruncate"),
             ):  # fmt: skip
                 setattr(module, name, count(getattr(module, name)))
             tensors.open = count(open)  # type: ignore[attr-defined]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import random
 from pathlib import Path
@@ -16,6 +17,7 @@ import onecopy
 from onecopy.checkpoint import store, writer
 from onecopy.checkpoint.format import MANIFEST, Span
 from onecopy.checkpoint.reader import Reader
+from onecopy.checkpoint.sources import open_source
 from onecopy.checkpoint.writer import write_tensors
 from onecopy.errors import CheckpointError, OneCopyError
 from tests.pure.test_checkpoint import engine, step, whole
@@ -197,3 +199,26 @@ def test_old_checkpoints_go_and_the_newest_complete_ones_stay(tmp_path: Path) ->
     (tmp_path / "latest").write_text("aside\n")
     assert store.prune(tmp_path, 1) == ["e", "f"]
     assert store.complete_tags(tmp_path) == ["aside", "g"]
+
+
+def test_a_checkpoint_from_before_there_were_checksums_is_read_with_a_warning(tmp_path: Path) -> None:
+    one = engine()
+    step(one)
+    path = Path(one.save(tmp_path)) / MANIFEST
+    truth, manifest = whole(one), json.loads(path.read_text())
+    for key in ("checksum", "ranks", "save"):
+        del manifest[key]
+    manifest["files"] = {name: {"bytes": record["bytes"]} for name, record in manifest["files"].items()}
+    path.write_text(json.dumps(manifest, indent=1))
+    other = engine(1)
+    with pytest.warns(UserWarning, match="wrote it without checksums") as said:
+        other.load(tmp_path)
+    assert len(said) == 1 and whole(other) == truth
+    with pytest.warns(UserWarning, match="wrote it without checksums"):
+        assert not open_source(tmp_path).checksums
+    step(one)
+    step(other)
+    assert whole(other) == whole(one)
+    os.truncate(path.parent / "rank-00000.safetensors", 900)
+    with pytest.raises(CheckpointError, match="it has 900 bytes"):
+        other.load(tmp_path)

@@ -178,7 +178,7 @@ class Chunks:
             raise CheckpointError(str(error)) from error
         if error is not None:
             raise system_error_of(job) from error
-        for chunk, found in enumerate(job.sums, block.run.first):
+        for chunk, found in enumerate(job.sums if record.crc32 else (), block.run.first):
             written = record.sum_of(chunk)
             if found != written:
                 low, high = chunk * record.chunk, min((chunk + 1) * record.chunk, record.bytes)

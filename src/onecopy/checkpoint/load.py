@@ -81,7 +81,7 @@ def load(
     loaded = Loaded(decode(own.of_rank(manifest, meeting.my_rank()).get("client_state", manifest.client_state)))
     loaded.path, loaded.differences = str(folder), loading.match.differences
     if meeting.my_rank() == 0:
-        _tell(folder, found, loaded.differences)
+        _tell(folder, found, manifest, loaded.differences)
     return loaded
 
 
@@ -100,11 +100,12 @@ def _alone(core: Core) -> bool:
     return mesh.world == 1 or (mesh.across == 1 and all(weights.away for weights in every))
 
 
-def _tell(folder: Path, found: store.Found, differences: Differences) -> None:
+def _tell(folder: Path, found: store.Found, manifest: Manifest, differences: Differences) -> None:
     if differences.any():
         warnings.warn(f"loaded {folder} with differences: {differences}", stacklevel=4)
-    if found.notes:
-        warnings.warn(f"loaded {folder}; {'; '.join(found.notes)}", stacklevel=4)
+    notes = [*found.notes, *filter(None, [not found.foreign and manifest.unverified])]
+    if notes:
+        warnings.warn(f"loaded {folder}; {'; '.join(notes)}", stacklevel=4)
 
 
 def _check_same(folder: Path, found: store.Found) -> None:

@@ -68,7 +68,7 @@ class Source:
     @property
     def checksums(self) -> bool:
         """Does it have checksums of its files?"""
-        return self.kind == OURS
+        return self.kind == OURS and not self.manifest.unverified
 
     def values(self, chunk: int) -> Iterator[tuple[str, Tensor, int]]:
         """The parameters' values by first name, at most ``chunk`` elements at once, and the element each begins at."""
@@ -138,9 +138,10 @@ def open_source(path: Path, tag: str | None = None, optimizer_states: bool = Tru
         found = store.Found(path, (path / MANIFEST).read_text(encoding="utf-8"))
     else:
         found = find(path, tag, Hints(optimizer_states=optimizer_states))
-    if found.notes and not found.foreign:
-        warnings.warn(f"reading {found.folder}; {'; '.join(found.notes)}", stacklevel=2)
     manifest = parse(found.text, str(found.folder / MANIFEST))
+    notes = [] if found.foreign else [*found.notes, *filter(None, [manifest.unverified])]
+    if notes:
+        warnings.warn(f"reading {found.folder}; {'; '.join(notes)}", stacklevel=2)
     reader = reader_for(found.folder, manifest)
     for name in manifest.files if complete else ():
         reader.check_file(name)
