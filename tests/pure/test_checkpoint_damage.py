@@ -185,7 +185,7 @@ def test_old_checkpoints_go_and_the_newest_complete_ones_stay(tmp_path: Path) ->
     saved(one, tmp_path, *"abcd")
     one.save(tmp_path, "aside", latest=False)
     (tmp_path / "b" / "rank-00000.safetensors").unlink()
-    (tmp_path / ".old.partial").mkdir()
+    (tmp_path / ".old.0123abcd.partial").mkdir()
     (tmp_path / "mine").mkdir()
     saved(one, tmp_path, "e", keep_last=4)
     # Of the six, b is not complete and does not count; it is older than the four that are kept.

@@ -55,6 +55,7 @@ class Loaded(dict[str, Any]):
     differences: Differences
 
 
+@torch.inference_mode(False)  # or what is made here could not be trained on
 def load(
     engine: Engine, directory: str | os.PathLike[str], tag: str | None, wanted: Wanted, patience: float | None
 ) -> Loaded:
@@ -103,7 +104,7 @@ def _alone(core: Core) -> bool:
 def _tell(folder: Path, found: store.Found, manifest: Manifest, differences: Differences) -> None:
     if differences.any():
         warnings.warn(f"loaded {folder} with differences: {differences}", stacklevel=4)
-    notes = [*found.notes, *filter(None, [not found.foreign and manifest.unverified])]
+    notes = [*found.notes, *filter(None, [manifest.unverified if not found.foreign else ""])]
     if notes:
         warnings.warn(f"loaded {folder}; {'; '.join(notes)}", stacklevel=4)
 

@@ -98,7 +98,7 @@ class _File:
 
     def put(self, entry: Entry, values: Tensor, start: int) -> None:
         if values.numel():
-            flat = values.detach().to("cpu", entry.dtype).contiguous().reshape(-1)
+            flat = values.detach().resolve_conj().resolve_neg().to("cpu", entry.dtype).contiguous().reshape(-1)
             at = self.starts[entry.key] + start * entry.dtype.itemsize
             _write(self.descriptor, flat.view(torch.uint8).numpy().data, at)
 

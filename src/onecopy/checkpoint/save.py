@@ -15,7 +15,7 @@ import hashlib
 import json
 import os
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -119,19 +119,20 @@ def save(engine: Engine, directory: str | os.PathLike[str], tag: str | None, wis
     meeting.same("the tag of the checkpoint", named)
     meeting.same("how to save (latest, keep_last, asynchronous)", (wish.latest, wish.keep_last, wish.asynchronous))
     prepared = meeting.together(lambda: _prepare(engine, named, wish))
-    draft = Draft(Path(directory), named)
+    draft = Draft(Path(directory).absolute(), named)  # the program may be elsewhere when it is written
     size = _size(engine, prepared, wish.asynchronous)
     _note_client(prepared)
     nonce = meeting.from_rank0(lambda: draft.open(size))
+    draft = replace(draft, nonce=nonce)
     plans: list[Manifest] = []  # on rank 0: the manifest but for the files
     try:
-        meeting.together(lambda: draft.check_shared(nonce))
+        meeting.together(draft.check_shared)
         shares = meeting.collect(prepared.share)
         meeting.from_rank0(lambda: plans.append(_manifest(engine, prepared, shares, nonce, wish.latest)))
         if wish.asynchronous:
             job = meeting.together(lambda: _begin(engine, draft, prepared, _Finish(draft, plans, wish, nonce)))
             engine._saves.start(job)
-            return str(draft.target)
+            return str(Path(directory) / named)
         path = draft.folder / file_of(meeting.my_rank())
         records = meeting.collect(meeting.together(lambda: write_tensors(path, prepared.tensors)))
         meeting.from_rank0(lambda: draft.commit(_with_files(plans[0], records)))
@@ -139,7 +140,7 @@ def save(engine: Engine, directory: str | os.PathLike[str], tag: str | None, wis
         meeting.from_rank0(draft.discard)
         raise
     meeting.from_rank0(lambda: _make_newest(draft, wish))
-    return str(draft.target)
+    return str(Path(directory) / named)
 
 
 def _make_newest(draft: Draft, wish: Wish) -> None:
