@@ -179,7 +179,9 @@ def plan(
     offload_parameters: Annotated[str | None, typer.Option(help="At stage 3, parameters there too: host or disk.")] = None,
     states: Annotated[str, typer.Option(help=f"Format of the moments at rest: {', '.join(STATES)}.")] = "fp32",
     dtype: Annotated[str | None, typer.Option(help="fp32, bf16 or fp16 (default: bf16)")] = None,
-    batch_size: Annotated[int | None, typer.Option(help="Sequences of a micro-batch on one rank (default: 1)")] = None,
+    batch_size: Annotated[
+        int | None, typer.Option("--batch-size", "--batch", help="Sequences of a micro-batch on one rank (default: 1)")
+    ] = None,
     accumulation: Annotated[int | None, typer.Option(help="Micro-batches per optimizer step (default: 1)")] = None,
     seq: Annotated[int | None, typer.Option(help="Tokens of a sequence (default: 2048)")] = None,
     recompute: Annotated[bool, typer.Option("--recompute", help="Recompute activations in backward.")] = False,

@@ -7,6 +7,7 @@ import inspect
 import json
 import sys
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,9 @@ from onecopy.planner.estimate import Work
 from onecopy.planner.subject import Built, Numbers, Shape, Subject, facts_from_model
 
 __all__ = ["activations_of", "from_function", "from_huggingface", "load_subject", "token_ids"]
+
+# What is assumed where no vocabulary is given: that of models since 2024, or a quarter of the parameters.
+_VOCAB = 128_000
 
 
 def load_subject(source: str, attention: str = "flash") -> Built:
@@ -143,9 +147,13 @@ def activations_of(subject: Subject, plan: Plan, work: Work) -> tuple[Activation
             said.append(f"activations could not be traced: {_line(error)}")
     if subject.shape is None:
         return None, said
-    if isinstance(subject, Numbers) and subject.shape.assumed:
-        shape = subject.shape
+    shape = subject.shape
+    if isinstance(subject, Numbers) and shape.assumed:
         sizes = f"{shape.layers} layers of {shape.hidden}, {shape.heads} heads"
         said.append(f"the shape is assumed: {sizes} (--layers, --hidden)")
+    if isinstance(subject, Numbers) and not shape.vocab:
+        # Logits are often the largest activation, so a model without any would be promised too much room.
+        shape = replace(shape, vocab=min(_VOCAB, max(subject.parameters // (4 * shape.hidden), 1)))
+        said.append(f"logits of a vocabulary of {shape.vocab:,} (--vocab)")
     units = tuple(unit.name for unit in subject.units(plan))
-    return by_formula(subject.shape, units, work.seq, plan.precision.dtype, work.attention), said
+    return by_formula(shape, units, work.seq, plan.precision.dtype, work.attention), said
