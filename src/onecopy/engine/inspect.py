@@ -14,7 +14,10 @@ from onecopy.engine.home import ParameterHome
 from onecopy.engine.parameter import home_of
 from onecopy.errors import EngineError, RankMismatchError
 
-__all__ = ["read_grad", "read_param", "read_state", "write_grad", "write_param", "write_state"]
+__all__ = [
+    "at_rest", "gradients_of", "held_gradient", "part_of", "read_grad", "read_param", "read_state", "write_grad",
+    "write_param", "write_state",
+]  # fmt: skip
 
 # A tensor that holds elements [low, low + numel) of a buffer.
 Held = tuple[torch.Tensor, int]
@@ -30,7 +33,7 @@ def _home(param: nn.Parameter) -> tuple[ParameterHome, Core]:
     raise EngineError(f"a parameter of shape {tuple(param.shape)} belongs to no engine; call onecopy.initialize first")
 
 
-def _at_rest(param: nn.Parameter, what: str) -> tuple[ParameterHome, Core]:
+def at_rest(param: nn.Parameter, what: str) -> tuple[ParameterHome, Core]:
     """The same where no step is half done, see :meth:`~onecopy.engine.step.Stepper.refuse_between`."""
     home, core = _home(param)
     if core.stepper is not None:
@@ -43,7 +46,7 @@ def _agree(what: str, home: ParameterHome) -> None:
     meeting.same(f"the parameter in {what}()", home.name, RankMismatchError)
 
 
-def _part(home: ParameterHome, held: Held) -> tuple[torch.Tensor, int]:
+def part_of(home: ParameterHome, held: Held) -> tuple[torch.Tensor, int]:
     """The elements of ``held`` that are the parameter's, and where they start in the flattened parameter."""
     tensor, low = held
     part = home.slot.local(low, low + tensor.numel())
@@ -54,7 +57,7 @@ def _part(home: ParameterHome, held: Held) -> tuple[torch.Tensor, int]:
 
 def _assemble(home: ParameterHome, core: Core, held: Held) -> torch.Tensor:
     """The parameter made whole from every rank's part, bit for bit (integers are summed, all but one of them 0)."""
-    part, start = _part(home, held)
+    part, start = part_of(home, held)
     whole = torch.zeros(home.slot.param.numel, dtype=_wide(part.dtype), device=core.ranks.device)
     whole[start : start + part.numel()].copy_(part)
     return _sum_parts(whole, home, core, held[0].numel())
@@ -82,7 +85,7 @@ def read_param(param: nn.Parameter) -> torch.Tensor:
     """See :func:`onecopy.full_param`."""
     if home_of(param) is None and not param.numel():
         return param.detach().float()
-    home, core = _at_rest(param, "full_param")
+    home, core = at_rest(param, "full_param")
     _agree("full_param", home)
     home.weights.notice_writes()
     state, base = home.weights.state, home.weights.stepped()[0]
@@ -99,7 +102,7 @@ def write_param(param: nn.Parameter, value: torch.Tensor) -> None:
     """See :func:`onecopy.set_full_param`."""
     if home_of(param) is None and not param.numel():
         return
-    home, _ = _at_rest(param, "set_full_param")
+    home, _ = at_rest(param, "set_full_param")
     weights, flat = home.weights, _checked(home, value)
     with torch.no_grad(), weights.writing():
         if weights.present:
@@ -111,7 +114,7 @@ def write_param(param: nn.Parameter, value: torch.Tensor) -> None:
         weights.follow(home.slot, flat)
 
 
-def _gradients(home: ParameterHome, core: Core) -> Gradients:
+def gradients_of(home: ParameterHome, core: Core) -> Gradients:
     for unit in core.run.units:
         for gradients in unit.gradients:
             if gradients.spec is home.weights.spec:
@@ -119,7 +122,7 @@ def _gradients(home: ParameterHome, core: Core) -> Gradients:
     raise EngineError(f"parameter {home.name!r} is not trained by this engine: it has no gradient")
 
 
-def _grad_held(home: ParameterHome, gradients: Gradients) -> Held | None:
+def held_gradient(home: ParameterHome, gradients: Gradients) -> Held | None:
     held = gradients.total if gradients.total is not None else gradients.current
     if held is None:
         return None
@@ -134,8 +137,8 @@ def read_grad(param: nn.Parameter) -> torch.Tensor | None:
     home, core = _home(param)
     _agree("full_grad", home)
     core.rounds.gather_late()
-    gradients = _gradients(home, core)
-    held = _grad_held(home, gradients)
+    gradients = gradients_of(home, core)
+    held = held_gradient(home, gradients)
     if held is None or home.name in gradients.marks.cleared:
         return None
     return _assemble(home, core, held) / core.hooks.output_scale()
@@ -143,15 +146,15 @@ def read_grad(param: nn.Parameter) -> torch.Tensor | None:
 
 def write_grad(param: nn.Parameter, value: torch.Tensor) -> None:
     """See :func:`onecopy.set_full_grad`. Raises :class:`EngineError` when there is no gradient to replace."""
-    home, core = _at_rest(param, "set_full_grad")
-    gradients = _gradients(home, core)
+    home, core = at_rest(param, "set_full_grad")
+    gradients = gradients_of(home, core)
     core.rounds.gather_late()
-    held = _grad_held(home, gradients)
+    held = held_gradient(home, gradients)
     if held is None:
         raise EngineError(f"parameter {home.name!r} has no gradient yet in this window: run backward first")
     if core.stepper is not None:
         core.stepper.forget_norms()
-    part, start = _part(home, held)
+    part, start = part_of(home, held)
     part.copy_(_checked(home, value)[start : start + part.numel()] * core.hooks.output_scale())
     place = home.weights.spec.layout.slots.index(home.slot)
     gradients.marks.used[place] = True
@@ -160,7 +163,7 @@ def write_grad(param: nn.Parameter, value: torch.Tensor) -> None:
 
 def read_state(param: nn.Parameter, name: str) -> torch.Tensor | None:
     """See :func:`onecopy.full_state`."""
-    home, core = _at_rest(param, "full_state")
+    home, core = at_rest(param, "full_state")
     _agree("full_state", home)
     if core.tiles is None:
         raise EngineError("this engine has no optimizer, so it has no optimizer states")
@@ -198,7 +201,7 @@ def _known_states(state: dict[str, object]) -> str:
 
 def write_state(param: nn.Parameter, name: str, value: torch.Tensor) -> None:
     """See :func:`onecopy.set_full_state`. Raises :class:`EngineError` for a state the optimizer does not have."""
-    home, core = _at_rest(param, "set_full_state")
+    home, core = at_rest(param, "set_full_state")
     if core.tiles is None:
         raise EngineError("this engine has no optimizer, so it has no optimizer states")
     flat = _checked(home, value)
