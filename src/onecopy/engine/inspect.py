@@ -34,7 +34,8 @@ def _home(param: nn.Parameter) -> tuple[ParameterHome, Core]:
 
 
 def at_rest(param: nn.Parameter, what: str) -> tuple[ParameterHome, Core]:
-    """The same where no step is half done, see :meth:`~onecopy.engine.step.Stepper.refuse_between`."""
+    """The home of ``param`` and what its engine runs on, where no step is half done, see
+    :meth:`~onecopy.engine.step.Stepper.refuse_between`."""
     home, core = _home(param)
     if core.stepper is not None:
         core.stepper.refuse_between(f"{what}() of {home.name!r}")
@@ -115,6 +116,7 @@ def write_param(param: nn.Parameter, value: torch.Tensor) -> None:
 
 
 def gradients_of(home: ParameterHome, core: Core) -> Gradients:
+    """The gradients of the buffer that the parameter lies in. Raises :class:`EngineError` where it is not trained."""
     for unit in core.run.units:
         for gradients in unit.gradients:
             if gradients.spec is home.weights.spec:
@@ -123,6 +125,7 @@ def gradients_of(home: ParameterHome, core: Core) -> Gradients:
 
 
 def held_gradient(home: ParameterHome, gradients: Gradients) -> Held | None:
+    """What of that buffer's gradient is there so far; None before a backward pass."""
     held = gradients.total if gradients.total is not None else gradients.current
     if held is None:
         return None
