@@ -128,6 +128,7 @@ def warm_up(case: Case) -> None:
         case.plan,
         optimizer=lambda params: torch.optim.AdamW(params, fused=True),
     )
+    hand_back_at_once()
     for _ in range(2 * case.accumulation):
         engine(x, x).backward()
         engine.step()

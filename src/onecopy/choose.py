@@ -30,6 +30,7 @@ def choose(settings: Settings, ranks: int) -> tuple[Settings, str]:
         "--stage": method.stage,
         "--offload": place.optimizer,
         "--offload-parameters": place.parameters,
+        "--offload-gradients": place.gradients,
         "--offload-ratio": place.ratio,
         "--states": place.states if place.states != Place().states else None,
         "--recompute": "" if method.recompute else None,

@@ -87,6 +87,9 @@ def train(
     changes: Set = None,
     offload: Annotated[str | None, typer.Option(help="Optimizer states on the host or on disk: host or disk.")] = None,
     offload_parameters: Annotated[str | None, typer.Option(help="At stage 3, parameters there too: host or disk.")] = None,
+    offload_gradients: Annotated[
+        str | None, typer.Option(help="At stages 2 and 3, host or disk (default: host, with --offload)")
+    ] = None,
     offload_ratio: Annotated[float | None, typer.Option(help="Share of the elements that are offloaded (default: 1)")] = None,
     scratch: Annotated[str | None, typer.Option(help="Folder for what is on disk; emptied at the end.")] = None,
     states: Annotated[str, typer.Option(help=f"Format of the optimizer's moments: {', '.join(STATES)}.")] = "fp32",
@@ -101,7 +104,7 @@ def train(
     """Train a byte-level GPT on text; run again to resume."""
     task = Task(model, context, tuple(data or ()), seed)
     caps = _bytes("--device-memory", device_memory), _bytes("--host-memory", host_memory)
-    placed = Place(offload, offload_parameters, offload_ratio, scratch, states, *caps)
+    placed = Place(offload, offload_parameters, offload_ratio, scratch, states, *caps, offload_gradients)
     method = Method(config, stage, dtype, batch_size, accumulation, lr, recompute, placed, key_values(changes or ()))
     job, ranks = Settings(task, method, Run(str(out), steps, save_every, keep)), default_ranks() if nproc is None else nproc
     if auto:
@@ -179,7 +182,9 @@ def plan(
     offload_parameters: Annotated[str | None, typer.Option(help="At stage 3, parameters there too: host or disk.")] = None,
     states: Annotated[str, typer.Option(help=f"Format of the moments at rest: {', '.join(STATES)}.")] = "fp32",
     dtype: Annotated[str | None, typer.Option(help="fp32, bf16 or fp16 (default: bf16)")] = None,
-    batch_size: Annotated[int | None, typer.Option(help="Sequences of a micro-batch on one rank (default: 1)")] = None,
+    batch_size: Annotated[
+        int | None, typer.Option("--batch-size", "--batch", help="Sequences of a micro-batch on one rank (default: 1)")
+    ] = None,
     accumulation: Annotated[int | None, typer.Option(help="Micro-batches per optimizer step (default: 1)")] = None,
     seq: Annotated[int | None, typer.Option(help="Tokens of a sequence (default: 2048)")] = None,
     recompute: Annotated[bool, typer.Option("--recompute", help="Recompute activations in backward.")] = False,
@@ -207,12 +212,14 @@ def plan(
 @app.command()
 def doctor(
     memory: Annotated[bool, typer.Option("--memory", help="Measure memory (the default without --disk).")] = False,
-    disk: Annotated[Path | None, typer.Option(help="Measure the disk of this folder, with 512 MiB in it.")] = None,
+    disk: Annotated[str | None, typer.Option(help="Measure the disk of this folder, with 512 MiB in it.")] = None,
     params: Annotated[str, typer.Option(help="Parameters of the model whose optimizer step is estimated.")] = "7B",
     as_json: Json = False,
 ) -> None:
     """Measure memory and disk, and say what an optimizer step with its states there costs."""
-    found = examine(quantity(params, "--params"), memory or disk is None, disk)
+    if disk is not None and not disk.strip():
+        raise ConfigError(f"--disk {disk!r} names no folder; name one on the disk, such as '.' for this one")
+    found = examine(quantity(params, "--params"), memory or disk is None, None if disk is None else Path(disk))
     if as_json:
         typer.echo(json.dumps(found))
         return

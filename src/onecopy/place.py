@@ -19,7 +19,8 @@ _TIERS = ("host", "disk")
 
 @dataclass(frozen=True)
 class Place:
-    """Tiers of the optimizer's states and of the parameters, the format of the moments, and caps in bytes; None: none."""
+    """Tiers of the optimizer's states, of the parameters and of the gradients, the format of the moments, and caps in bytes;
+    None: none, and gradients where the plan has them."""
 
     optimizer: str | None = None
     parameters: str | None = None
@@ -28,6 +29,7 @@ class Place:
     states: str = "fp32"
     device_memory: int | None = None
     host_memory: int | None = None
+    gradients: str | None = None
 
     def decided_by_file(self) -> dict[str, tuple[Any, str]]:
         """Options that a DeepSpeed JSON decides: their values, and the key that does it."""
@@ -35,6 +37,7 @@ class Place:
         return {
             "--offload": (self.optimizer, f"{optimizer}.device"),
             "--offload-parameters": (self.parameters, f"{parameter}.device"),
+            "--offload-gradients": (self.gradients, f"{optimizer}.device"),
             "--offload-ratio": (self.ratio, f"{optimizer}.ratio"),
             "--scratch": (self.scratch, f"{optimizer}.nvme_path and {parameter}.nvme_path"),
         }
@@ -44,8 +47,9 @@ class Place:
         problems = self._problems(plan)
         if problems:
             raise ConfigError("; ".join(problems))
-        if self.optimizer is not None or self.parameters is not None:
+        if (self.optimizer, self.parameters, self.gradients) != (None, None, None):
             tiers: Any = {"optimizer": self.optimizer or "device", "parameter": self.parameters or "device"}
+            tiers["gradient"] = self.gradients
             ratio = 1.0 if self.ratio is None else self.ratio
             plan = offload(plan, **tiers, ratio=ratio, scratch=Scratch(self.scratch) if self.scratch else None)
         codec = STATES[self.states]
@@ -60,7 +64,8 @@ class Place:
 
     def _problems(self, plan: Plan) -> list[str]:
         found = []
-        for option, tier in (("--offload", self.optimizer), ("--offload-parameters", self.parameters)):
+        tiers = {"": self.optimizer, "-parameters": self.parameters, "-gradients": self.gradients}
+        for option, tier in ((f"--offload{what}", tier) for what, tier in tiers.items()):
             if tier is not None and tier not in _TIERS:
                 found.append(f"{option} {tier}: it is host or disk")
         if self.states not in STATES:
@@ -71,11 +76,16 @@ class Place:
                 f"--offload-parameters {self.parameters} beside --stage 0, 1 or 2, which keep the parameters whole on every "
                 "rank: add --stage 3, or offload the optimizer alone"
             )
+        if any(rule.row.gradient.rest.replicated for rule in plan.rules) and self.gradients is not None:
+            found.append(
+                f"--offload-gradients {self.gradients} beside --stage 0 or 1, which keep gradients whole on every rank: add "
+                "--stage 2"
+            )
         if self.ratio is not None and not 0 <= self.ratio <= 1:
             found.append(f"--offload-ratio {self.ratio}: it is a share from 0 to 1")
         if self.ratio is not None and self.optimizer is None:
             found.append(f"--offload-ratio {self.ratio} without --offload: add --offload host, or drop it")
-        on_disk = "disk" in (self.optimizer, self.parameters)
+        on_disk = "disk" in tiers.values()
         if on_disk and not self.scratch:
             found.append("states on disk need --scratch FOLDER, on a disk of this host; states on the host need none")
         if self.scratch is not None and not on_disk:

@@ -59,6 +59,10 @@ BAD = {
         ["train", "--offload-parameters", "host"],
         "--offload-parameters host beside --stage 0, 1 or 2, which keep the parameters whole on every rank: add --stage 3",
     ),
+    "gradients below stage 2": (
+        ["train", "--stage", "1", "--offload-gradients", "disk"],
+        "--offload-gradients disk beside --stage 0 or 1, which keep gradients whole on every rank: add --stage 2",
+    ),
     "disk without a folder": (["train", "--offload", "disk"], "states on disk need --scratch FOLDER"),
     "folder without a disk": (["train", "--offload", "host", "--scratch", "x"], "--scratch x and nothing on disk"),
     "no such folder": (["train", "--offload", "disk", "--scratch", "nowhere"], "--scratch nowhere is no folder"),
@@ -71,6 +75,7 @@ BAD = {
     "hostfile": (["launch", "--hostfile", "nowhere", __file__], "'nowhere' does not exist"),
     "node rank": (["launch", "--node_rank", "1", __file__], "--node_rank 1 without --hostfile"),
     "doctor's count": (["doctor", "--params", "7X"], "--params '7X' is not a number such as 7.5e9, 7B or 125M"),
+    "doctor's disk without a name": (["doctor", "--disk", " "], "--disk ' ' names no folder"),
     "doctor's disk": (["doctor", "--disk", "nowhere"], "nowhere is no folder"),
     "port": (["launch", "--master_port", "70000", __file__], "--master_port 70000"),
 }
@@ -99,8 +104,9 @@ def test_a_config_file_excludes_the_options_it_decides(tmp_path: Path) -> None:
 
 def test_options_that_place_states_are_a_plan(tmp_path: Path) -> None:
     base = onecopy.stage(3, dtype="fp32", clip=1.0)
-    whole = Place("disk", "host", 0.5, str(tmp_path), "int8", 10**9, 10**10)
-    expected = onecopy.low_precision(onecopy.offload(base, "disk", "host", ratio=0.5, scratch=str(tmp_path)), "int8")
+    whole = Place("disk", "host", 0.5, str(tmp_path), "int8", 10**9, 10**10, "disk")
+    placed = onecopy.offload(base, "disk", "host", gradient="disk", ratio=0.5, scratch=str(tmp_path))
+    expected = onecopy.low_precision(placed, "int8")
     method = train.Method(stage=3, dtype="fp32", place=whole)
     assert method.plan(2) == expected.with_(caps=onecopy.Caps(10**9, 10**10))
     settings = train.Settings(train.Task(), method, train.Run(str(tmp_path), 5))
@@ -113,7 +119,8 @@ def test_options_that_place_states_are_a_plan(tmp_path: Path) -> None:
 def test_options_that_place_states_beside_a_config_file(tmp_path: Path) -> None:
     path = tmp_path / "ds.json"
     path.write_text(json.dumps({"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}}}))
-    for place in (Place("host"), Place(parameters="host"), Place(ratio=0.5), Place(scratch="x")):
+    places = Place("host"), Place(parameters="host"), Place(ratio=0.5), Place(scratch="x"), Place(gradients="disk")
+    for place in places:
         with pytest.raises(ConfigError, match=r"--\S+ \S+ beside --config .* zero_optimization.offload_"):
             train.Method(config=str(path), place=place).plan(2)
     plan = train.Method(config=str(path), place=Place(states="int4", host_memory=5)).plan(2)

@@ -324,7 +324,7 @@ def test_train_auto_keeps_to_the_memory_it_may_take() -> None:
     "option",
     [
         {"stage": 0}, {"config": "zero2"}, {"recompute": True}, {"place": Place("host")}, {"place": Place(states="int8")},
-        {"place": Place(ratio=0.5)},
+        {"place": Place(ratio=0.5)}, {"place": Place(gradients="host")},
     ],
 )  # fmt: skip
 def test_options_that_the_search_decides_are_refused_beside_it(option: dict[str, Any]) -> None:

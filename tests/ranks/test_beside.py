@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -330,6 +332,35 @@ def test_a_delayed_step_keeps_a_rate_that_is_changed_in_place() -> None:
     engine.close(), twin.close()
 
 
+@pytest.mark.filterwarnings("ignore:StepPolicy")
+def test_a_wait_for_a_delayed_step_that_is_interrupted_goes_on_with_the_next() -> None:
+    """Ctrl-C in ``finish_step()``, as in a notebook: the step goes on on its thread, and nothing is lost."""
+    engine = onecopy.initialize(stack(), plan(2, "delayed"), optimizer=adamw)
+    engine(torch.ones(2, 33)).sum().backward()
+    going, tiles = threading.Event(), engine._core.tiles
+    assert tiles is not None
+    kernel = tiles._kernel
+
+    def slow(optimizer: torch.optim.Optimizer) -> None:
+        assert going.wait(60)
+        kernel(optimizer)
+
+    tiles._kernel = slow
+    engine.step()
+    presses = threading.Timer(0.2, lambda: os.kill(os.getpid(), signal.SIGINT))
+    presses.start()
+    with pytest.raises(KeyboardInterrupt):
+        engine.finish_step()
+    going.set()
+    engine.finish_step()
+    twin = onecopy.initialize(stack(), plan(2, "boundary"), optimizer=adamw)
+    twin(torch.ones(2, 33)).sum().backward()
+    twin.step()
+    assert same([*engine.full_state_dict().values()], [*twin.full_state_dict().values()])
+    assert same(go_on(engine, 0, 1)[:1], go_on(twin, 0, 1)[:1])
+    engine.close(), twin.close()
+
+
 def delayed_twin(world: int, steps: int, accumulation: int) -> list[Tensor]:
     """One process: gradients are those of parameters that lack the last update (ZeRO-Offload, section 5.2)."""
     shown, master = stack(), stack()
@@ -430,7 +461,8 @@ def test_a_delayed_step_and_writes_to_parameters() -> None:
         (lambda: plan(2, "backward", dtype="fp16"), "the loss is scaled"),
         (lambda: plan(1, "backward"), "does not keep gradients"),
         (lambda: onecopy.stage(2, step=onecopy.StepPolicy(when="delayed")), "does not keep gradients"),
-        (lambda: onecopy.low_precision(plan(2, "delayed")), "does not keep gradients"),
+        (lambda: onecopy.low_precision(plan(2, "delayed"), master="bfloat16_sr"), "steps parameters where they rest"),
+        (lambda: onecopy.offload(plan(3, "backward"), "disk", "disk", scratch="/"), "keeps parameters on 'disk'"),
         (lambda: onecopy.offload(plan(2, "delayed"), ratio=0.5), "ratio is 0.5"),
         (lambda: onecopy.offload(plan(3, "backward"), "host", "host"), "no master weights"),
     ],

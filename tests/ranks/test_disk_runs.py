@@ -170,6 +170,9 @@ def truncated(rank: int, world: int, folder: str, saved: str) -> list[str]:
     said.append(str(refused_step.value))
     with pytest.raises(CheckpointError, match="after a step that was interrupted"):
         engine.save(saved)
+    engine.discard_gradients()
+    with pytest.raises(CheckpointError, match=r"exp_avg_sq\.bin is shorter.*a part of .*step00000002 now$"):
+        engine.load(saved)
     engine.close()
     engine = onecopy.initialize(stack(), plan(folder), optimizer=adamw)
     engine.load(saved)
@@ -240,6 +243,8 @@ def test_a_file_that_somebody_truncated(tmp_path: Path) -> None:
     ((lost, refused_step),) = run_ranks(truncated, 1, str(scratch), str(tmp_path / "saved"))
     assert "exp_avg_sq.bin" in lost
     assert "exp_avg_sq.bin" in refused_step
+    last = f"such as {tmp_path}/saved/step00000002"
+    assert refused_step.endswith(f"initialize() another, and load() a checkpoint into that, {last}"), refused_step
 
 
 def test_staging_that_a_tile_does_not_fit(tmp_path: Path) -> None:

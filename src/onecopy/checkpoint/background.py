@@ -19,17 +19,17 @@ from typing import Any
 
 import psutil  # type: ignore[import-untyped]
 import torch
-from torch import Tensor
 from torch.distributed import distributed_c10d
 
 from onecopy.checkpoint.format import FileRecord
-from onecopy.checkpoint.tensors import Writer
+from onecopy.checkpoint.writer import Writer
 from onecopy.comm import meeting, watch
 from onecopy.errors import CheckpointError, OneCopyError
+from onecopy.tiers.blocks import NEW_ENGINE, Memory
+from onecopy.tiers.scratch import page_memory
 
 __all__ = ["Job", "Saves", "check_memory"]
 
-_ALIGN = 64  # bytes
 _LEAST_PATIENCE = 30.0  # seconds
 
 
@@ -138,8 +138,10 @@ class Saves:
     def __init__(self) -> None:
         self._job: Job | None = None
         self._thread: threading.Thread | None = None
-        self._buffer: Tensor | None = None
+        self._memory: Memory | None = None
         self._untold: list[str] = []
+        # The folder of the newest checkpoint that this engine is known to have saved or loaded.
+        self.last = ""
         # Have all ranks noticed, in the step that they are in, that the save has failed?
         self.agreed = False
         # Says at the interpreter's end what nobody asked for; threads have ended by then.
@@ -147,23 +149,17 @@ class Saves:
 
     def stage(self, writer: Writer, device: torch.device) -> None:
         """Copy what ``writer`` has left to write, so that training may change it."""
-        sizes = [-(-tensor.numel() * tensor.element_size() // _ALIGN) * _ALIGN for tensor in writer.left]
-        if self._buffer is None or self._buffer.numel() < sum(sizes):
-            self._buffer = None  # before there is another
-            self._buffer = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=device.type != "cpu")
-        copies: list[Any] = []
-        for tensor, room in zip(writer.left, self._buffer[: sum(sizes)].split(sizes), strict=True):
-            assert isinstance(tensor, Tensor)
-            copy = room[: tensor.numel() * tensor.element_size()].view(tensor.dtype).view(tensor.shape)
-            copies.append(copy.copy_(tensor.detach(), non_blocking=True))
+        if self._memory is None or self._memory.size < writer.rest:
+            self._memory = None  # before there is another
+            self._memory = _pinned(writer.rest) if device.type != "cpu" else _paged(writer.rest)
+        writer.stage(self._memory)
         if device.type != "cpu":
             torch.accelerator.current_stream().synchronize()
-        writer.left = copies
 
     @property
     def room(self) -> int:
         """Bytes of copies that there is memory for already."""
-        return self._buffer.numel() if self._buffer is not None else 0
+        return self._memory.size if self._memory is not None else 0
 
     def start(self, job: Job) -> None:
         """Let ``job`` run beside training. The interpreter does not end before it has."""
@@ -180,9 +176,15 @@ class Saves:
         if self._job is None or self._thread is None:
             return ""
         self._thread.join()
-        error, self._job, self._thread = self._job.error, None, None
+        error, self.last = self._job.error, self.last if self._job.error else self._job.what
+        self._job = self._thread = None
         self._untold.clear()
         return error
+
+    def remedy(self, torn: str) -> str:
+        """What to do about an engine that holds states of two steps, by ``torn``, which says why."""
+        last = f", such as {self.last}" if self.last else ""
+        return last if torn.endswith(NEW_ENGINE) else f"; load() a checkpoint with its optimizer states{last}"
 
     def settle(self) -> None:
         """Wait for the end of the save in flight. Raises :class:`CheckpointError` when it failed, on every rank."""
@@ -198,7 +200,15 @@ class Saves:
 
     def release(self) -> None:
         """Give the memory of copies back."""
-        self._buffer = None
+        self._memory = None
+
+
+def _paged(size: int) -> Memory:
+    return Memory(size, memoryview(page_memory(size, forked=True)))
+
+
+def _pinned(size: int) -> Memory:
+    return Memory(size, torch.empty(size, dtype=torch.uint8, pin_memory=True).numpy().data)
 
 
 def _run(job: Job, untold: list[str], at_end: weakref.finalize[..., Saves]) -> None:

@@ -13,7 +13,6 @@ from rich.markup import escape
 from rich.table import Table
 
 from onecopy.checkpoint.convert import convert as write_ours
-from onecopy.checkpoint.dcp_write import to_dcp
 from onecopy.checkpoint.export import Options, export_checkpoint
 from onecopy.checkpoint.facts import check_everything, facts_of
 from onecopy.checkpoint.release import writing_to
@@ -103,6 +102,8 @@ def convert(
     as_json: Json = False,
 ) -> None:
     """Write another library's checkpoint as one of ours, or any as DCP's. An engine loads them without it."""
+    from onecopy.checkpoint.dcp_write import to_dcp  # torch's module takes a second to import
+
     if to not in ("onecopy", "dcp"):
         raise ConfigError(f"--to {to!r} is not a kind of checkpoint that is written; it is onecopy or dcp")
     source = open_source(checkpoint, tag, optimizer_states=not weights_only)

@@ -7,48 +7,55 @@ The index is a pickle: it is read by an unpickler that builds the records of the
 
 from __future__ import annotations
 
+import functools
 import io
 import json
 import math
 import pickle
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint import filesystem, metadata
 
 from onecopy.checkpoint.format import FileRecord, Span, Stored, dtype_name
 from onecopy.errors import CheckpointError
 
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.metadata import Metadata
+
 __all__ = ["INDEX", "DcpReader", "Piece", "Tree", "read_index"]
 
 INDEX = ".metadata"
-_RECORDS = {
-    ("torch.distributed.checkpoint.metadata", name): getattr(metadata, name)
-    for name in (
+
+
+@functools.cache
+def _records() -> dict[tuple[str, str], Any]:
+    """What an index may be built of. Importing torch's module takes a second, which only its checkpoints are to cost."""
+    from torch.distributed.checkpoint import filesystem, metadata
+
+    names = (
         "BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta", "TensorProperties",
         "TensorStorageMetadata", "_MEM_FORMAT_ENCODING",
-    )
-}  # fmt: skip
-_RECORDS |= {
-    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): filesystem._StorageInfo,
-    ("torch.distributed._shard.sharded_tensor.metadata", "TensorProperties"): metadata.TensorProperties,
-    ("torch", "Size"): torch.Size,
-    ("torch.serialization", "_get_layout"): torch.serialization._get_layout,
-    ("collections", "OrderedDict"): OrderedDict,
-}
+    )  # fmt: skip
+    return {("torch.distributed.checkpoint.metadata", name): getattr(metadata, name) for name in names} | {
+        ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): filesystem._StorageInfo,
+        ("torch.distributed._shard.sharded_tensor.metadata", "TensorProperties"): metadata.TensorProperties,
+        ("torch", "Size"): torch.Size,
+        ("torch.serialization", "_get_layout"): torch.serialization._get_layout,
+        ("collections", "OrderedDict"): OrderedDict,
+    }
 
 
 class _Unpickler(pickle.Unpickler):
     """Builds the records of an index; paths become text."""
 
     def find_class(self, module: str, name: str) -> Any:
-        if (module, name) in _RECORDS:
-            return _RECORDS[module, name]
+        if (module, name) in _records():
+            return _records()[module, name]
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             return getattr(torch, name)
         if module.startswith("pathlib") and name.endswith("Path"):
@@ -116,11 +123,13 @@ class Tree:
 def read_index(folder: Path) -> Tree:
     """The contents of the checkpoint in ``folder``. Raises :class:`CheckpointError` for an index that is damaged or holds
     anything else."""
+    from torch.distributed.checkpoint.metadata import Metadata
+
     path = folder / INDEX
     try:
         with open(path, "rb") as file:
             index = _Unpickler(file).load()
-        if not isinstance(index, metadata.Metadata):
+        if not isinstance(index, Metadata):
             raise CheckpointError(f"it is a {type(index).__name__}")
         return _tree(index)
     except (
@@ -136,7 +145,9 @@ def read_index(folder: Path) -> Tree:
         raise CheckpointError(f"{path} is not an index that is read here: {error}") from error
 
 
-def _tree(index: metadata.Metadata) -> Tree:
+def _tree(index: Metadata) -> Tree:
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
     paths = {name: tuple(map(str, path)) for name, path in (index.planner_data or {}).items()}
     pieces: dict[str, dict[tuple[int, ...] | None, Piece]] = {}
     for key, info in index.storage_data.items():
@@ -148,7 +159,7 @@ def _tree(index: metadata.Metadata) -> Tree:
     tree = Tree({}, {})
     for name, record in index.state_dict_metadata.items():
         path, held = paths.get(name, (name,)), pieces.get(name, {})
-        if isinstance(record, metadata.TensorStorageMetadata):
+        if isinstance(record, TensorStorageMetadata):
             boxes = []
             for chunk in record.chunks:
                 at = held.get(tuple(chunk.offsets)) or held[None]
@@ -179,6 +190,9 @@ class DcpReader:
         self.check_file(source.file)
         if at + length > self.sizes[source.file]:
             raise CheckpointError(f"{self.folder / source.file} is damaged: it ends before byte {at + length}")
+
+    def expect(self, ranges: Iterable[tuple[Span, int, int]]) -> None:
+        """Nothing is read ahead here."""
 
     def read(self, span: Span, start: int, stop: int, out: Tensor) -> None:
         """Fill ``out``, flat, with elements ``[start, stop)`` of the parameter, which ``span`` has. The piece it is in is

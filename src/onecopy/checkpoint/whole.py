@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from onecopy.checkpoint.modules import persistent_buffers
 from onecopy.comm import assembly
 from onecopy.comm.meeting import my_rank
+from onecopy.engine.unit import named_modules
 
 if TYPE_CHECKING:
     from onecopy.engine.build import Core
@@ -34,7 +35,15 @@ def full_state_dict(engine: Engine, rank0_only: bool) -> dict[str, Tensor]:
         if param not in found:
             found[param] = _copy(param)  # of no elements, so in no unit
     state = {name: found[param] for param, names in core.names.items() for name in names}
-    return state | {name: _copy(buffer) for name, buffer in persistent_buffers(engine.module).items()}
+    state |= {name: _copy(buffer) for name, buffer in persistent_buffers(engine.module).items()}
+    return {name: state[name] for name in _names_in_order(engine.module) if name in state} | state
+
+
+def _names_in_order(model: nn.Module) -> Iterator[str]:
+    """Bare names of parameters and buffers in the order of ``model.state_dict()``."""
+    for path, module in named_modules(model):
+        for name in (*module._parameters, *module._buffers):
+            yield f"{path}.{name}" if path else name
 
 
 def whole_units(core: Core, wanted: frozenset[nn.Parameter] | None = None) -> Iterator[list[nn.Parameter]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections.abc import Iterable
 
 import torch
 
@@ -11,7 +12,7 @@ from onecopy.comm import meeting
 from onecopy.engine.precision import LossScaler
 from onecopy.errors import EngineError
 
-__all__ = ["LARGEST", "Verdict", "in_parts", "number_of", "raise_at_floor", "root", "sum_of"]
+__all__ = ["LARGEST", "PART", "Verdict", "added", "in_parts", "norms_of", "number_of", "raise_at_floor", "root"]
 
 
 class Verdict:
@@ -43,6 +44,8 @@ class Verdict:
         return not any(any(flags) for flags in self.used.values())
 
 
+# Elements that a norm on the host is taken of at a time.
+PART = 1 << 20
 # Numbers up to here are added up over thousands of ranks without rounding.
 LARGEST = 2**40
 
@@ -69,10 +72,17 @@ def raise_at_floor(scaler: LossScaler, step: int, suspects: list[str], outputs_f
     )
 
 
-def sum_of(pieces: list[torch.Tensor], kind: float, wide: bool) -> float:
-    """The largest element, or the sum of ``|g| ** kind``; ``wide``: in float64 from the start."""
-    dtypes = [torch.float64 if wide and not piece.is_complex() else _at_least_fp32(piece.dtype) for piece in pieces]
-    norms = [torch.linalg.vector_norm(piece, kind, dtype=dtype).double() for piece, dtype in zip(pieces, dtypes, strict=True)]
+def norms_of(parts: Iterable[torch.Tensor], kind: float, wide: bool) -> list[torch.Tensor]:
+    """The norm of each of ``parts``, float64 without dimensions; ``wide``: in float64 from the start."""
+    norms = []
+    for part in parts:
+        dtype = torch.float64 if wide and not part.is_complex() else _at_least_fp32(part.dtype)
+        norms.append(torch.linalg.vector_norm(part, kind, dtype=dtype).double())
+    return norms
+
+
+def added(norms: list[torch.Tensor], kind: float) -> float:
+    """The largest element, or the sum of ``|g| ** kind``, of all that ``norms`` were taken of."""
     stacked = torch.stack(norms)
     return float(stacked.max() if kind == math.inf else stacked.pow(kind).sum())
 
@@ -85,7 +95,7 @@ def root(total: float, kind: float) -> float:
 def in_parts(flat: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """``flat`` as its norm is best taken. On the host torch copies a low-precision tensor whole to fp32 for that, and adds
     so many squares in fp32 that digits are lost: in parts the copy is small and the sum exact to 1e-4."""
-    return flat.split(1 << 20) if flat.device.type == "cpu" else (flat,)
+    return flat.split(PART) if flat.device.type == "cpu" else (flat,)
 
 
 def _at_least_fp32(dtype: torch.dtype) -> torch.dtype:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
@@ -25,6 +25,7 @@ from onecopy.engine.weights import Weights
 from onecopy.errors import EngineError
 from onecopy.optim import Tiles
 from onecopy.plan.layout import Slot
+from onecopy.tiers.held import Held
 from onecopy.tiers.tiers import Tiers
 
 __all__ = ["Beside", "Task"]
@@ -36,7 +37,7 @@ class Task:
     gradients."""
 
     weights: Weights
-    total: torch.Tensor
+    total: Held
     used: dict[Slot, bool]
     owned: bool = False
 
@@ -50,24 +51,25 @@ class Beside:
         self._tiers = tiers
         self._pool = ThreadPoolExecutor(1, "onecopy-step")
         weakref.finalize(self, self._pool.shutdown, wait=False)
-        self._running: deque[tuple[Task, Future[None]]] = deque()
+        self._running: deque[tuple[Task, Future[Counter[str]]]] = deque()
         self._optimizer: Optimizer | None = None
         self._before: list[dict[str, Any]] = []
         self._scratch: torch.Tensor | None = None
+        self._counted = 0
         self.units: list[UnitRun] = []
         self.again: list[UnitRun] = []
         self.skipped = False
 
     def add(self, unit: UnitRun, tasks: list[Task], factor: float, look: bool) -> None:
-        """Begin to step ``tasks``, which are those of ``unit``, with ``factor`` times their gradients. ``look``: nobody has
-        found out yet whether these are finite."""
+        """Begin to step ``tasks``, which are those of ``unit``, with ``factor`` times their gradients. ``look``: the step
+        that they belong to has not begun, and nobody has found out yet whether they are finite."""
         if self._optimizer is None:
             self._begin()
         self.units.append(unit)
-        arrived = _mark(tasks)
+        arrived, number = _mark(tasks), self._tiers.clock.step + look
         for task in tasks:
             task.weights.writes.busy, task.weights.writes.early = task.owned, not task.owned
-            self._running.append((task, self._pool.submit(self._step, task, factor, look, arrived)))
+            self._running.append((task, self._pool.submit(self._step, task, factor, look, arrived, number)))
 
     def join(self) -> None:
         """Wait until everything handed over is stepped; raises what went wrong on the thread. Where the wait is interrupted,
@@ -90,12 +92,15 @@ class Beside:
             self._running.popleft()
             if error is not None:
                 failed.append(error)
+            else:
+                for link, size in future.result().items():
+                    self._tiers.moved(link, size)
             task.weights.writes.busy = False
-            if task.owned:
-                self._tiers.host.drop("gradient", task.total)
+            if task.owned and task.total.plain is not None:
+                self._tiers.host.drop("gradient", task.total.plain)
         self._optimizer = None
         if self._scratch is not None:
-            self._tiers.host.drop("workspace", self._scratch)
+            self._tiers.host.count("workspace", -self._counted)
             self._scratch = None
         return failed
 
@@ -124,21 +129,31 @@ class Beside:
         self._optimizer = self._tiles.as_set_now()
         self._before = self._tiles.options_now()
         # One for all, from the first task to the join: what is in use does not depend on how fast the thread is.
-        sizes = [min(held.grid.tile, held.grid.numel) * held.dtype.itemsize for held in self._tiles.states_stepped()]
-        self._scratch = self._tiers.host.alloc("workspace", max(sizes), torch.uint8)
+        sizes = {weights: _tile_bytes(weights.state) for weights in self._tiles.pieces}
+        self._counted = max(size * (1 + self._tiles.decoded(weights)) for weights, size in sizes.items())
+        self._tiers.host.count("workspace", self._counted)
+        self._scratch = torch.empty(max(sizes.values()), dtype=torch.uint8, device="cpu")
 
-    def _step(self, task: Task, factor: float, look: bool, arrived: Callable[[], Any]) -> None:
+    def _step(
+        self, task: Task, factor: float, look: bool, arrived: Callable[[], Any], number: int
+    ) -> Counter[str]:
+        """Returns the bytes that were moved, by link."""
         arrived()
-        if self.skipped or (look and not _finite(task.total)):
+        if self.skipped or (look and not _finite(task.total.plain)):
             self.skipped = True
-            return
+            return Counter()
         assert self._scratch is not None
         dtype, grid = task.weights.state.dtype, task.weights.state.grid
         scratch = self._scratch[: min(grid.tile, grid.numel) * dtype.itemsize].view(dtype)
-        with torch.no_grad(), closing(Ahead(self._tiles, [task.weights])) as coming:
-            step_tiles(
-                self._tiles, self._tiers, task.weights, task.total, task.used, factor, coming, scratch, self._optimizer
-            )
+        tiles, tiers = self._tiles, self._tiers
+        with torch.no_grad(), tiers.clock.at(number), tiers.apart() as moves:
+            with closing(Ahead(tiles, [(task.weights, task.total)])) as coming:
+                step_tiles(tiles, tiers, task.weights, task.used, factor, coming, scratch, self._optimizer)
+            return moves
+
+
+def _tile_bytes(held: Held) -> int:
+    return min(held.grid.tile, held.grid.numel) * held.dtype.itemsize
 
 
 def _options(optimizer: Optimizer) -> list[dict[str, Any]]:
@@ -155,5 +170,6 @@ def _mark(tasks: list[Task]) -> Callable[[], Any]:
     return event.synchronize
 
 
-def _finite(total: torch.Tensor) -> bool:
+def _finite(total: torch.Tensor | None) -> bool:
+    assert total is not None  # gradients that are stepped beside training are in memory
     return all(math.isfinite(float(torch.linalg.vector_norm(part, math.inf).float())) for part in total.split(1 << 20))

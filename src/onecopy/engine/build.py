@@ -325,7 +325,7 @@ def _make_tiers(schedule: Schedule, ranks: Ranks, engine: int, ledger: Ledger) -
     if scratch is not None and uses_disk(schedule):
         options = {"staging": scratch.staging, "threads": scratch.threads, "block": scratch.block}
         disk = Disk(scratch.folder, f"engine{engine}", ranks.rank, **options)
-    tiers = Tiers(ranks.device, plan.caps, disk, ledger.moved)
+    tiers = Tiers(ranks.device, plan.caps, disk, ledger.moved, plan.step.when != "boundary")
     tiers.device.count("exchange buffer", schedule.facts.exchange)
     if disk is not None:
         tiers.host.count("staging", scratch_bytes(schedule))

@@ -64,6 +64,7 @@ class Engine(nn.Module):
         self.global_steps = 0
         self.skipped_steps = 0
         self.micro_steps = 0
+        self._window_began = 0  # micro_steps then
         self.grad_norm: float | None = None
         self._closed = False
         self._forced_boundary: bool | None = None
@@ -136,7 +137,7 @@ class Engine(nn.Module):
         """Will the current micro-batch end in an optimizer step?"""
         if self._forced_boundary is not None:
             return self._forced_boundary
-        return (self.micro_steps + 1) % self.plan.batch.accumulation == 0
+        return (self.micro_steps + 1 - self._window_began) % self.plan.batch.accumulation == 0
 
     def set_boundary(self, boundary: bool | None) -> None:
         """Say whether the current micro-batch ends in a step; None counts micro-batches again. All ranks alike."""
@@ -207,7 +208,9 @@ class Engine(nn.Module):
         return super().train(mode)
 
     def discard_gradients(self) -> None:
-        """Forget the gradients of the open window, for example after an interrupted backward pass. On all ranks."""
+        """Forget the gradients of the open window, for example after an interrupted backward pass: the next micro-batch is
+        the first of a new one. On all ranks."""
+        self._window_began = self.micro_steps
         self._core.rounds.discard()
         self._shares.take()
         if self._core.stepper is not None:
@@ -274,7 +277,7 @@ class Engine(nn.Module):
         """Where in a run this engine is, for people."""
         rounds, depth, window = self._core.rounds, self._core.gathering.depth, self.plan.batch.accumulation
         doing = ", in a backward pass" if rounds.open else ", in a forward pass" if depth else ""
-        micro = f", micro-batch {self.micro_steps % window + 1} of {window}" if window > 1 else ""
+        micro = f", micro-batch {(self.micro_steps - self._window_began) % window + 1} of {window}" if window > 1 else ""
         return f"step {self.global_steps}{micro}{doing}"
 
     def _check_open(self) -> None:
@@ -285,8 +288,8 @@ class Engine(nn.Module):
         torn = self._core.stepper.torn if self._core.stepper is not None else None
         if torn is not None:
             raise EngineError(
-                f"the last step was interrupted: {torn}. Some weights are stepped and some are not; load() a checkpoint with "
-                "its optimizer states"
+                "some weights are stepped and some are not, since the last step was interrupted: "
+                f"{torn}{self._saves.remedy(torn)}"
             )
         if self._core.rounds.interrupted or self._core.rounds.open:
             raise EngineError(
@@ -299,6 +302,7 @@ class Engine(nn.Module):
         assert stepper is not None
         core.gathering.release_all()
         stepper.join_early()
+        stepper.check_gradients(self.discard_gradients)
         self._refuse_strangers()
         gradient = {memory.tier: memory.live["gradient"] for memory in core.tiers.all}
         # Gradients are too large by the loss scale, and too small where ranks had no data.
@@ -308,6 +312,7 @@ class Engine(nn.Module):
         if any(verdict.late):
             stepper.refuse_early("gradients came after their unit was sent")
             core.rounds.send_late(verdict.late)
+            stepper.check_gradients(self.discard_gradients)
             verdict = stepper.agree(scale, core.rounds.late(), state)
         if verdict.empty:
             what = "after every p.grad was set to None" if stepper.edits else "without a backward pass on any rank"

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import torch
 
 from onecopy.comm.collectives import Edge, Message, Pending, land
+from onecopy.engine.ballot import PART, in_parts
+from onecopy.engine.sums import Sums
+from onecopy.plan.layout import Slot
 from onecopy.schedule.lower import Buffer
-from onecopy.tiers.memory import Memory
+from onecopy.tiers.held import Held
 from onecopy.tiers.tiers import Tiers
 
 __all__ = ["Gradients", "Marks"]
@@ -32,9 +36,10 @@ class Gradients:
     fill      the whole buffer that autograd's gradients are copied into, each scaled to its share of the
               mean. Not yet summed over ranks. Lives from the first gradient of a unit to its reduction, or,
               where the plan keeps gradients whole on the device, to the step.
-    current   where gradients are away: this rank's shard of what is reduced but not settled, on their tier.
-    total     what the optimizer steps with: summed over all ranks and micro-batches, over the range that
-              this rank steps. A view of ``fill`` where gradients are whole, else what was ``current``.
+    sums      ``current``, where gradients are away: this rank's shard of what is reduced but not settled, on
+              their tier. ``total``, what the optimizer steps with: summed over all ranks and micro-batches,
+              over the range that this rank steps; a view of ``fill`` where gradients are whole, else what
+              was ``current``.
     ========  ==========================================================================================
     """
 
@@ -46,15 +51,12 @@ class Gradients:
         self.edge = edge
         self._tiers = tiers
         self.fill: torch.Tensor | None = None
-        self.current: torch.Tensor | None = None
-        self.total: torch.Tensor | None = None
+        self.sums = Sums(spec, tiers)
         self.pending: Pending | None = None
         self._messages = messages
         self.filling = False
         self._transit = 0
         self.marks = Marks(len(spec.layout.slots))
-        # How often something became final in this window; the same number on every rank.
-        self.settled = 0
         # One buffer object with its views per dtype, kept without memory between steps.
         self._buffers: dict[torch.dtype, tuple[torch.Tensor, list[torch.Tensor]]] = {}
 
@@ -70,14 +72,9 @@ class Gradients:
         return dtype
 
     @property
-    def wide(self) -> torch.dtype:
-        """What gradients add up in."""
-        dtype: torch.dtype = getattr(torch, self.spec.accumulate_codec)
-        return dtype
-
-    def _home(self) -> Memory:
-        """Where sums are kept: the tier of what is away."""
-        return self._tiers.memory(self.spec.row.gradient.rest.tier)
+    def total(self) -> Held | None:
+        """See :class:`~onecopy.engine.sums.Sums`."""
+        return self.sums.total
 
     # Filling
 
@@ -85,11 +82,9 @@ class Gradients:
         """Give the fill buffer memory, in the wire's dtype or, where several gradients add up in it, a wider one."""
         if self.total is not None and self._views_fill(self.total):
             # A second backward after this step's reduction: what is summed already leaves the buffer.
-            kept = self._home().alloc("gradient", self.total.numel(), self.wide)
-            kept.copy_(self.total)
+            self.sums.copy_total()
             self._release_fill()
-            self.total = kept
-        dtype = self.wide if accumulates else self.wire
+        dtype = self.sums.wide if accumulates else self.wire
         if dtype not in self._buffers:
             flat = torch.empty(self.spec.layout.padded, dtype=dtype, device=self._tiers.device.device)
             views = [flat[slot.start : slot.stop].view(slot.param.shape) for slot in self.spec.layout.slots]
@@ -131,16 +126,24 @@ class Gradients:
     def clear(self, at: int) -> None:
         """The parameter in slot ``at`` has no gradient in this window, as far as it is summed."""
         assert self.total is not None
-        slot, low = self.spec.layout.slots[at], 0
-        if self.total.numel() < self.spec.layout.padded:
-            low = self.piece * self.spec.layout.shard
-        part = slot.local(low, low + self.total.numel())
-        if part is not None:
-            self.total[part[0] - low : part[1] - low].zero_()
+        slot = self.spec.layout.slots[at]
+        self.change(self.total, slot, torch.Tensor.zero_)
         if self.filling and self.fill is not None:  # what came late
             self.fill[slot.start : slot.stop].zero_()
         self.marks.used[at] = False
         self.marks.cleared.add(slot.param.name)
+
+    def part(self, held: Held, slot: Slot) -> tuple[int, int, int]:
+        """Elements ``[low, high)`` of ``held``, one of the sums, that are the parameter's in ``slot``, and where they start
+        in the flattened parameter."""
+        base = self.piece * self.spec.layout.shard if held.grid.numel < self.spec.layout.padded else 0
+        low, high = slot.local(base, base + held.grid.numel) or (base, base)
+        return low - base, high - base, max(low - slot.start, 0)
+
+    def change(self, held: Held, slot: Slot, how: Callable[[torch.Tensor], object]) -> None:
+        """Let ``how`` change, in place and in parts, what ``held``, one of the sums, has of the parameter in ``slot``."""
+        low, high, _ = self.part(held, slot)
+        self.sums.change(held, low, high, how)
 
     def not_finite(self) -> list[str]:
         """Names of the parameters whose gradient in the fill buffer is not finite."""
@@ -156,9 +159,9 @@ class Gradients:
         assert self.fill is not None
         source = self.fill if self.fill.dtype == self.wire else self.fill.to(self.wire)
         if self.away:
-            add = self.current is not None
+            add = self.sums.current is not None
             # What added up in a wider buffer is not rounded again by the sum, whether or not it is cut.
-            out = self._hold_shard(accumulates or source is not self.fill)
+            out = self.sums.land(self.sums.wide if accumulates or source is not self.fill else self.wire)
         else:
             add, out = False, self._own(self.fill)
         # What the reduction holds beside the fill buffer: the peers' pieces, and a copy in the wire's dtype.
@@ -176,6 +179,7 @@ class Gradients:
     def finish_reduce(self) -> None:
         """Wait for the reduction; where gradients are cut the fill buffer's memory goes back."""
         assert self.pending is not None
+        self.sums.bring()
         self.pending.wait()
         self.pending = None
         self._tiers.device.count("reduce buffer", -self._transit)
@@ -195,60 +199,68 @@ class Gradients:
     def reduced(self) -> torch.Tensor:
         """This rank's piece of what has just been reduced inside its group."""
         if self.away:
-            assert self.current is not None
-            return self.current
+            assert self.sums.current is not None and self.sums.current.plain is not None
+            return self.sums.current.plain
         assert self.fill is not None
         return self._own(self.fill)
 
     def settle(self) -> None:
         """What is reduced now is final: it joins what earlier backward passes of this step settled."""
-        self.settled += 1
         if self.away:
-            summed, self.current = self.current, None
+            summed, self.sums.current = self.sums.current, None
         else:
             assert self.fill is not None
-            summed = self._own(self.fill) if self.spec.cut(self.spec.row.optimizer) else self.fill
+            summed = self.sums.show(self._own(self.fill) if self.spec.cut(self.spec.row.optimizer) else self.fill)
         assert summed is not None
-        if self.total is None:
-            self.total = summed
-            return
-        self.total = self._widened(self.total)
-        self.total.add_(summed)
-        if self.away:
-            self._home().drop("gradient", summed)
-        else:
-            self._release_fill()
+        if self.sums.settle(summed):
+            if self.away:
+                self.sums.free(summed)
+            else:
+                self._release_fill()
 
     # Stepping
 
-    def mine(self) -> torch.Tensor:
-        """The settled elements that this rank answers for in norms: its piece, padding left out."""
+    def mine(self, low: int = 0, high: int | None = None) -> torch.Tensor:
+        """Of the settled elements that this rank answers for in norms (its piece, padding left out) those in ``[low,
+        high)``: a view in memory, a copy of what is on disk."""
         assert self.total is not None
-        low, high = self.spec.layout.bounds(self.piece)
-        piece = self.total if self.total.numel() == self.spec.layout.shard else self._own(self.total)
-        return piece[: high - low]
+        first, last = self.spec.layout.bounds(self.piece)
+        start = self.piece * self.spec.layout.shard if self.total.grid.numel > self.spec.layout.shard else 0
+        stop = last - first if high is None else high
+        return self.sums.read(self.total, start + low, start + stop)
+
+    def parts(self) -> Iterator[torch.Tensor]:
+        """All of :meth:`mine`, as a norm is best taken; what is on disk comes a part at a time."""
+        assert self.total is not None
+        first, last = self.spec.layout.bounds(self.piece)
+        if first == last:
+            return
+        if self.total.plain is not None:
+            yield from in_parts(self.mine())
+            return
+        for low in range(0, last - first, PART):
+            yield self.mine(low, min(low + PART, last - first))
 
     @property
     def any(self) -> bool:
         """Is there a gradient of the open window?"""
-        return self.fill is not None or self.current is not None or self.total is not None
+        return self.fill is not None or self.sums.current is not None or self.total is not None
 
     def drop(self) -> None:
         """The step is over: nothing of the gradient is kept."""
-        for held in (self.current, self.total):
+        for held in (self.sums.current, self.total):
             if held is not None and not self._views_fill(held):
-                self._home().drop("gradient", held)
-        self.current = self.total = None
-        self.settled = 0
+                self.sums.free(held)
+        self.sums.forget()
         self.filling = False
         if self.fill is not None:
             self._release_fill()
         self.marks.used = [False] * len(self.marks.used)
         self.marks.cleared.clear()
 
-    def hand_over(self) -> torch.Tensor:
+    def hand_over(self) -> Held:
         """The window is over, and its sum, which stays on the account, is the caller's."""
-        total, self.total = self.total, None
+        total, self.sums.total = self.total, None
         assert total is not None
         self.drop()
         return total
@@ -263,25 +275,10 @@ class Gradients:
         shard = self.spec.layout.shard
         return whole[self.piece * shard : (self.piece + 1) * shard]
 
-    def _views_fill(self, tensor: torch.Tensor) -> bool:
-        return self.fill is not None and tensor.untyped_storage()._cdata == self.fill.untyped_storage()._cdata
-
-    def _hold_shard(self, accumulates: bool) -> torch.Tensor:
-        """The shard that sums are kept in: in the wire's dtype while there is one, wider once something is added."""
-        if self.current is None:
-            dtype = self.wide if accumulates else self.wire
-            self.current = self._home().alloc("gradient", self.spec.layout.shard, dtype)
-        else:
-            self.current = self._widened(self.current)
-        return self.current
-
-    def _widened(self, narrow: torch.Tensor) -> torch.Tensor:
-        if narrow.dtype == self.wide:
-            return narrow
-        wide = self._home().alloc("gradient", narrow.numel(), self.wide)
-        wide.copy_(narrow)
-        self._home().drop("gradient", narrow)
-        return wide
+    def _views_fill(self, held: Held) -> bool:
+        if self.fill is None or held.plain is None:
+            return False
+        return bool(held.plain.untyped_storage()._cdata == self.fill.untyped_storage()._cdata)
 
     def _release_fill(self) -> None:
         assert self.fill is not None

@@ -13,14 +13,11 @@ from onecopy.engine.gradients import Gradients
 from onecopy.engine.home import ParameterHome
 from onecopy.engine.parameter import home_of
 from onecopy.errors import EngineError, RankMismatchError
+from onecopy.tiers.held import Held
 
 __all__ = [
-    "at_rest", "gradients_of", "held_gradient", "part_of", "read_grad", "read_param", "read_state", "write_grad",
-    "write_param", "write_state",
+    "at_rest", "gradients_of", "read_grad", "read_param", "read_state", "sum_of", "write_grad", "write_param", "write_state",
 ]  # fmt: skip
-
-# A tensor that holds elements [low, low + numel) of a buffer.
-Held = tuple[torch.Tensor, int]
 
 
 def _home(param: nn.Parameter) -> tuple[ParameterHome, Core]:
@@ -45,23 +42,6 @@ def at_rest(param: nn.Parameter, what: str) -> tuple[ParameterHome, Core]:
 def _agree(what: str, home: ParameterHome) -> None:
     """All ranks ask the same, or pieces of different parameters would be put together."""
     meeting.same(f"the parameter in {what}()", home.name, RankMismatchError)
-
-
-def part_of(home: ParameterHome, held: Held) -> tuple[torch.Tensor, int]:
-    """The elements of ``held`` that are the parameter's, and where they start in the flattened parameter."""
-    tensor, low = held
-    part = home.slot.local(low, low + tensor.numel())
-    if part is None:
-        return tensor[:0], 0
-    return tensor[part[0] - low : part[1] - low], part[0] - home.slot.start
-
-
-def _assemble(home: ParameterHome, core: Core, held: Held) -> torch.Tensor:
-    """The parameter made whole from every rank's part, bit for bit (integers are summed, all but one of them 0)."""
-    part, start = part_of(home, held)
-    whole = torch.zeros(home.slot.param.numel, dtype=_wide(part.dtype), device=core.ranks.device)
-    whole[start : start + part.numel()].copy_(part)
-    return _sum_parts(whole, home, core, held[0].numel())
 
 
 def _sum_parts(whole: torch.Tensor, home: ParameterHome, core: Core, held: int) -> torch.Tensor:
@@ -124,13 +104,9 @@ def gradients_of(home: ParameterHome, core: Core) -> Gradients:
     raise EngineError(f"parameter {home.name!r} is not trained by this engine: it has no gradient")
 
 
-def held_gradient(home: ParameterHome, gradients: Gradients) -> Held | None:
-    """What of that buffer's gradient is there so far; None before a backward pass."""
-    held = gradients.total if gradients.total is not None else gradients.current
-    if held is None:
-        return None
-    layout = home.weights.spec.layout
-    return held, (gradients.piece * layout.shard if held.numel() < layout.padded else 0)
+def sum_of(gradients: Gradients) -> Held | None:
+    """What of a buffer's gradient is there so far; None before a backward pass."""
+    return gradients.total if gradients.total is not None else gradients.sums.current
 
 
 def read_grad(param: nn.Parameter) -> torch.Tensor | None:
@@ -141,10 +117,13 @@ def read_grad(param: nn.Parameter) -> torch.Tensor | None:
     _agree("full_grad", home)
     core.rounds.gather_late()
     gradients = gradients_of(home, core)
-    held = held_gradient(home, gradients)
+    held = sum_of(gradients)
     if held is None or home.name in gradients.marks.cleared:
         return None
-    return _assemble(home, core, held) / core.hooks.output_scale()
+    low, high, start = gradients.part(held, home.slot)
+    whole = torch.zeros(home.slot.param.numel, dtype=_wide(held.dtype), device=core.ranks.device)
+    held.read(low, high, whole[start : start + high - low])
+    return _sum_parts(whole, home, core, held.grid.numel) / core.hooks.output_scale()
 
 
 def write_grad(param: nn.Parameter, value: torch.Tensor) -> None:
@@ -152,13 +131,13 @@ def write_grad(param: nn.Parameter, value: torch.Tensor) -> None:
     home, core = at_rest(param, "set_full_grad")
     gradients = gradients_of(home, core)
     core.rounds.gather_late()
-    held = held_gradient(home, gradients)
+    held = sum_of(gradients)
     if held is None:
         raise EngineError(f"parameter {home.name!r} has no gradient yet in this window: run backward first")
     if core.stepper is not None:
         core.stepper.forget_norms()
-    part, start = part_of(home, held)
-    part.copy_(_checked(home, value)[start : start + part.numel()] * core.hooks.output_scale())
+    low, high, start = gradients.part(held, home.slot)
+    gradients.sums.write(held, low, high, _checked(home, value)[start : start + high - low] * core.hooks.output_scale())
     place = home.weights.spec.layout.slots.index(home.slot)
     gradients.marks.used[place] = True
     gradients.marks.cleared.discard(home.name)

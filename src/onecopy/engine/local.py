@@ -7,7 +7,7 @@ from torch import nn
 
 from onecopy.engine.build import Core
 from onecopy.engine.home import ParameterHome
-from onecopy.engine.inspect import at_rest, gradients_of, held_gradient, part_of
+from onecopy.engine.inspect import at_rest, gradients_of, sum_of
 from onecopy.errors import EngineError
 
 __all__ = ["read_grad", "read_param", "read_state", "write_grad", "write_param", "write_state"]
@@ -60,23 +60,26 @@ def read_grad(param: nn.Parameter) -> torch.Tensor | None:
     """This rank's elements of the gradient, averaged over ranks; flat, fp32. None where there is none."""
     home, core = _cut(param, "safe_get_local_grad")
     gradients = gradients_of(home, core)
-    held = held_gradient(home, gradients)
+    held = sum_of(gradients)
     if held is None or home.name in gradients.marks.cleared:
         return None
-    return part_of(home, held)[0].float() / core.hooks.output_scale()
+    low, high, _ = gradients.part(held, home.slot)
+    values = torch.empty(high - low, dtype=held.dtype, device=core.ranks.device)
+    held.read(low, high, values)
+    return values.float() / core.hooks.output_scale()
 
 
 def write_grad(param: nn.Parameter, value: torch.Tensor) -> None:
     """Overwrite them; norms, clipping and the step then use them. Raises :class:`EngineError` where there are none."""
     home, core = _cut(param, "safe_set_local_grad")
     gradients = gradients_of(home, core)
-    held = held_gradient(home, gradients)
+    held = sum_of(gradients)
     if held is None:
         raise EngineError(f"parameter {home.name!r} has no gradient yet in this window: run backward first")
     if core.stepper is not None:
         core.stepper.forget_norms()
-    part, _ = part_of(home, held)
-    part.copy_(_checked(home, value, part.numel()) * core.hooks.output_scale())
+    low, high, _ = gradients.part(held, home.slot)
+    gradients.sums.write(held, low, high, _checked(home, value, high - low) * core.hooks.output_scale())
     gradients.marks.used[home.weights.spec.layout.slots.index(home.slot)] = True
     gradients.marks.cleared.discard(home.name)
 

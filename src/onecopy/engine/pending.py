@@ -166,20 +166,18 @@ def _edit(gradient: Any, change: Callable[[torch.Tensor], Any]) -> None:
     total = gradients.total
     if total is None:
         raise _not_complete(home, core)
-    layout = gradients.spec.layout
-    low = gradients.piece * layout.shard if total.numel() < layout.padded else 0
-    part = home.slot.local(low, low + total.numel())
     assert core.stepper is not None
     core.stepper.forget_norms()
-    if part is None:
-        return
-    mine, scale = total[part[0] - low : part[1] - low], core.hooks.output_scale()
-    if scale == 1.0:
-        change(mine)
-    else:
-        mine.div_(scale)
-        change(mine)
-        mine.mul_(scale)
+    scale = core.hooks.output_scale()
+
+    def unscaled(part: torch.Tensor) -> None:
+        if scale != 1.0:
+            part.div_(scale)
+        change(part)
+        if scale != 1.0:
+            part.mul_(scale)
+
+    gradients.change(total, home.slot, unscaled)
 
 
 def _not_complete(home: ParameterHome, core: Core) -> EngineError:

@@ -274,6 +274,8 @@ class Rounds:
             for gradients in unit.gradients:
                 gradients.settle()
             self._run.settled(unit)
+        for gradients in unit.gradients:
+            gradients.sums.put_away()
 
     def late(self) -> list[bool]:
         """Per unit: did gradients come after it was sent (its module was recomputed more than once)?
@@ -288,14 +290,14 @@ class Rounds:
 
         Asked again with nothing new summed meanwhile, it does nothing.
         """
-        settled = sum(gradients.settled for unit in self._run.units for gradients in unit.gradients)
+        settled = sum(gradients.sums.settled for unit in self._run.units for gradients in unit.gradients)
         if settled == self._seen_whole:
             return
         meeting.same("what is done with gradients before the step", "looked at", RankMismatchError)
         marked = meeting.on_any(self.late())
         if any(marked):
             self.send_late(marked)
-        self._seen_whole = sum(gradients.settled for unit in self._run.units for gradients in unit.gradients)
+        self._seen_whole = sum(gradients.sums.settled for unit in self._run.units for gradients in unit.gradients)
 
     def send_late(self, which: list[bool]) -> None:
         """Send what came late to the units marked in ``which``, as the vote found; the others have zeros. Collective."""

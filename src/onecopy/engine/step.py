@@ -17,17 +17,18 @@ from onecopy.comm import meeting
 from onecopy.comm.collectives import Edge
 from onecopy.comm.groups import Ranks
 from onecopy.engine.agreement import State, look, refuse_unless_alike
-from onecopy.engine.ballot import LARGEST, Verdict, in_parts, number_of, root, sum_of
+from onecopy.engine.ballot import LARGEST, Verdict, added, norms_of, number_of, root
 from onecopy.engine.beside import Beside, Task
 from onecopy.engine.gradients import Gradients
 from onecopy.engine.run import Run, UnitRun
 from onecopy.engine.tilewise import Ahead, scratch_elements, step_tiles
 from onecopy.engine.weights import Weights
-from onecopy.errors import DiskError, EngineError
+from onecopy.errors import DiskError, EngineError, OneCopyError
 from onecopy.optim import Borrowed, Tiles
 from onecopy.plan.layout import Slot, Tier
 from onecopy.schedule.ops import Op
 from onecopy.tiers.disk import Disk
+from onecopy.tiers.held import Held
 from onecopy.tiers.tiers import Tiers
 
 __all__ = ["Stepper"]
@@ -49,8 +50,7 @@ class Stepper:
         if self._beside is not None:
             for register in (tiles.optimizer.register_state_dict_pre_hook, tiles.optimizer.register_load_state_dict_pre_hook):
                 register(_at_rest(weakref.ref(self)))
-        if self._when == "backward":
-            run.settled = self._step_early
+        run.settled = self._step_early if self._when == "backward" else self._note_norms
         self._moments: dict[Tier, int] = {}
         self._buffers = [gradients for unit in run.units for gradients in unit.gradients]
         # What interrupted a step: some tiles are stepped and some are not, until a checkpoint is loaded.
@@ -98,14 +98,40 @@ class Stepper:
             return 0.0
         if self._ranks.device.type != "cpu":
             torch.accelerator.current_stream().synchronize()  # gradients on their way to the host
-        pieces = [part for gradients in self._buffers if (piece := gradients.mine()).numel() for part in in_parts(piece)]
-        if not pieces:
+        norms = [norm for gradients in self._buffers for norm in self._norms_of(gradients)]
+        if not norms:
             return 0.0
-        part = sum_of(pieces, kind, wide=False)
+        part = added(norms, kind)
         if not math.isfinite(part):  # squares overflow long before gradients do
-            part = sum_of(pieces, kind, wide=True)
+            wide = [norm for gradients in self._buffers for norm in norms_of(gradients.parts(), kind, wide=True)]
+            part = added(wide, kind)
         # MAX and SUM over ranks agree that infinity is not finite, but not on NaN.
         return math.inf if math.isnan(part) else part
+
+    def _norms_of(self, gradients: Gradients) -> list[torch.Tensor]:
+        """Norms of the parts of what this rank has of ``gradients``."""
+        if gradients.sums.norms is not None:
+            return gradients.sums.norms
+        return norms_of(gradients.parts(), self._clip.norm_type, wide=False)
+
+    def _note_norms(self, unit: UnitRun) -> None:
+        """The gradients of ``unit`` are whole: those on their way to the disk are not read again for the vote."""
+        for gradients in unit.gradients:
+            if gradients.sums.on_disk and self._ranks.first_replica:
+                gradients.sums.norms = self._norms_of(gradients)
+
+    def check_gradients(self, discard: Callable[[], None]) -> None:
+        """Gradients that rest on disk are there. Where the disk of some rank failed, :class:`DiskError` is raised on all of
+        them, after ``discard()``: the window is lost, and no state has changed. Collective where gradients rest on disk."""
+        disk = self._tiers.disk
+        if disk is None or not any(gradients.sums.on_disk for gradients in self._buffers):
+            return
+        problem = next((gradients.sums.problem for gradients in self._buffers if gradients.sums.problem is not None), None)
+        try:
+            meeting.all_or_none(partial(_settle, disk, problem))
+        except OneCopyError as error:
+            discard()
+            raise DiskError(f"{error}. {_WINDOW_LOST}") from error
 
     # Gradients as the user sees them
 
@@ -123,25 +149,25 @@ class Stepper:
 
     def knows_norms(self, order: float) -> bool:
         """Were they asked for before, with nothing new since?"""
-        return (order, sum(gradients.settled for gradients in self._buffers)) in self._norms
+        return (order, sum(gradients.sums.settled for gradients in self._buffers)) in self._norms
 
     def norms_by_parameter(self, order: float, scale: float) -> dict[str, torch.Tensor]:
         """Norms of the unscaled gradients of all parameters. Collective where they were not asked for before.
 
         Raises :class:`EngineError` in the middle of an accumulation window, where gradients are not summed yet.
         """
-        key = order, sum(gradients.settled for gradients in self._buffers)
+        key = order, sum(gradients.sums.settled for gradients in self._buffers)
         if key in self._norms:
             return self._norms[key]
         if any(gradients.total is None for gradients in self._buffers):
             raise EngineError("the norm of a gradient is known after the last micro-batch of its window, not before")
         names, parts = [], []
         for gradients in self._buffers:
-            piece, (low, _) = gradients.mine(), gradients.spec.layout.bounds(gradients.piece)
+            low, high = gradients.spec.layout.bounds(gradients.piece)
             for slot in gradients.spec.layout.slots:
                 names.append(slot.param.name)
-                part = slot.local(low, low + piece.numel()) if self._ranks.first_replica else None
-                own = (piece[part[0] - low : part[1] - low] if part is not None else piece[:0]).double()
+                first, last = (slot.local(low, high) if self._ranks.first_replica else None) or (low, low)
+                own = gradients.mine(first - low, last - low).double()
                 norm = torch.linalg.vector_norm(own, order) if own.numel() else own.new_zeros(())
                 parts.append(norm if order == math.inf else norm.pow(order))
         found = torch.stack(parts).cpu()
@@ -235,11 +261,12 @@ class Stepper:
         if disk is not None:
             meeting.all_or_none(partial(_settle, disk, problem))
 
-    def _tiled(self, done: set[UnitRun]) -> Iterator[Weights]:
-        """The buffers that are stepped tile by tile, and are not ``done``."""
+    def _tiled(self, done: set[UnitRun]) -> Iterator[tuple[Weights, Held]]:
+        """The buffers that are stepped tile by tile, and are not ``done``, with their gradients."""
         for unit in self._run.units:
-            if unit not in done:
-                yield from (weights for weights in unit.weights if weights.spec.trainable and weights.spec.tiled)
+            for gradients in unit.gradients if unit not in done else ():
+                if gradients.spec.tiled and gradients.total is not None:
+                    yield _weights_of(unit, gradients), gradients.total
 
     def _step_unit(self, unit: UnitRun, verdict: Verdict, factor: float, coming: Ahead) -> None:
         held = {weights.spec.name: weights for weights in unit.weights}
@@ -260,7 +287,8 @@ class Stepper:
         cast: list[torch.Tensor] = []
         for gradients in buffers:
             assert gradients.total is not None
-            weights, gradient = held[gradients.spec.name], gradients.total
+            weights, gradient = held[gradients.spec.name], gradients.total.plain
+            assert gradient is not None
             if gradient.dtype != weights.state.dtype:
                 self._tiers.device.count("workspace", gradient.numel() * weights.state.dtype.itemsize)
                 gradient = gradient.to(weights.state.dtype)
@@ -284,7 +312,7 @@ class Stepper:
         memory = self._tiers.computing(weights.spec.row.optimizer.tier)
         elements = scratch_elements(weights, gradients.total.dtype)
         scratch = memory.alloc("workspace", elements, weights.state.dtype) if elements else None
-        step_tiles(self._tiles, self._tiers, weights, gradients.total, used, factor, coming, scratch)
+        step_tiles(self._tiles, self._tiers, weights, used, factor, coming, scratch)
         if scratch is not None:
             memory.drop("workspace", scratch)
 
@@ -328,7 +356,7 @@ class Stepper:
     def refuse_between(self, what: str) -> None:
         """Raise :class:`EngineError` between a backward pass that stepped units and the step: ``what`` would meet a mixture
         of states before and after the step. The same on all ranks."""
-        if self._when == "backward" and any(gradients.settled for gradients in self._buffers):
+        if self._when == "backward" and any(gradients.sums.settled for gradients in self._buffers):
             raise EngineError(
                 f"{what} between the backward pass and engine.step(): StepPolicy(when='backward') has stepped a part of the "
                 "states already; do it before the backward pass or after the step, or use when='boundary'"
@@ -364,7 +392,7 @@ class Stepper:
                 meeting.all_or_none(self._beside.join)
             else:
                 self._beside.join()
-        except BaseException as error:
+        except Exception as error:  # Ctrl-C interrupts the wait and no more: the next one goes on
             self.torn = f"{type(error).__name__}: {error}"
             raise
         if self._when == "delayed":
@@ -410,11 +438,19 @@ def _at_rest(stepper: weakref.ref[Stepper]) -> Callable[..., None]:
     return wait
 
 
+_WINDOW_LOST = (
+    "The gradients of this window are lost, and no state has changed: repeat the window if the disk works again, or "
+    "engine.save() and load() that in a new engine whose gradients rest on 'host' (onecopy.offload(..., gradient='host'))"
+)
+
+
 def _settle(disk: Disk, problem: DiskError | None) -> None:
     """Everything is on the disk, or an error."""
-    if problem is not None:
-        raise problem
-    disk.drain()
+    try:
+        disk.drain()
+    finally:
+        if problem is not None:  # it came first
+            raise problem
 
 
 def _weights_of(unit: UnitRun, gradients: Gradients) -> Weights:

@@ -20,7 +20,7 @@ from onecopy.engine.parameter import HOME, Face
 from onecopy.engine.pending import make_plain, shown_class
 from onecopy.engine.quantised import shown
 from onecopy.errors import EngineError
-from onecopy.plan.layout import Grid, Slot
+from onecopy.plan.layout import Grid, Slot, in_memory
 from onecopy.schedule.lower import Buffer
 from onecopy.tiers.held import Held
 from onecopy.tiers.tiers import Tiers
@@ -385,8 +385,9 @@ class Weights:
     def write_back(self, low: int, values: torch.Tensor) -> None:
         """``values`` of the master weights from element ``low`` of :meth:`stepped` on become the parameter's."""
         row = self.spec.row
-        if row.parameter.rest.tier == "device" != row.optimizer.tier:
-            self._tiers.moved("to_device", values.numel() * self.full.element_size())
+        if in_memory(row.parameter.rest.tier) != in_memory(row.optimizer.tier):
+            link = "to_device" if row.optimizer.tier != "device" else "to_host"
+            self._tiers.moved(link, values.numel() * self.full.element_size())
         if self.away:
             self.write_rest(low, low + values.numel(), values)
         else:

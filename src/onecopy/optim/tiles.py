@@ -189,9 +189,10 @@ class Tiles:
         """Are there step hooks, of the user's, that come before a step?"""
         return len(self.optimizer._optimizer_step_pre_hooks) > 1 or bool(_global_optimizer_pre_hooks)
 
-    def states_stepped(self) -> list[Held]:
-        """The weights of every buffer, as they are stepped."""
-        return [weights.state for weights in self.pieces]
+    def decoded(self, weights: Weights) -> int:
+        """How many states of ``weights`` rest in a codec, so that a tile of each is decoded for its step."""
+        away = self.away.get(weights)
+        return sum(held.codec is not None for held in away.held.values()) if away is not None else 0
 
     def step(
         self, tiles: list[tuple[Borrowed, torch.Tensor, dict[Slot, bool]]], optimizer: Optimizer | None = None

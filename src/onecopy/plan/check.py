@@ -118,12 +118,10 @@ def _check_tiers(name: str, row: Row) -> None:
     if rest.tier == "device" and held.tier != "device":
         raise PlanError(f"parameter {name!r} rests on 'device' and is held on {held.tier!r}; hold it where it rests")
     gradient = row.gradient.rest
-    if gradient.tier == "disk":
-        raise PlanError(f"gradient of {name!r} is on tier 'disk'; it goes as far as 'host', where the next step uses it up")
-    if gradient.tier == "host" and not gradient.shards:
+    if gradient.tier != "device" and not gradient.shards:
         raise PlanError(
-            f"gradient of {name!r} is on tier 'host' and is not sharded: micro-batches add to it on the device. Shard it "
-            "(stage 2 or 3), or leave it on 'device'"
+            f"gradient of {name!r} is on tier {gradient.tier!r} and is not sharded: micro-batches add to it on the device. "
+            "Shard it (stage 2 or 3), or leave it on 'device'"
         )
     optimizer, moments = row.optimizer, row.moment
     if moments.shards != optimizer.shards:
@@ -157,12 +155,16 @@ def _check_when(plan: Plan) -> None:
         against.append("the loss is scaled, and whether gradients overflow is known after the backward pass")
     for rule in plan.rules:
         row = rule.row
-        tiers = {row.gradient.rest.tier, row.optimizer.tier, row.moment.tier}
-        if tiers != {"host"} or row.moment.codec is not None or row.optimizer.codec is not None:
+        parameter, gradient, optimizer, _ = row.tiers
+        if gradient != "host" or optimizer == "device":
             against.append(
-                f"rule {rule.pattern!r} does not keep gradients, master weights and moments all on 'host' and as they are: "
-                "offload(stage(2)) or offload(stage(3)) does, without low_precision"
+                f"rule {rule.pattern!r} does not keep gradients on 'host' and master weights and moments off the device: "
+                "offload(stage(2)) or offload(stage(3)) does"
             )
+        if parameter == "disk":
+            against.append(f"rule {rule.pattern!r} keeps parameters on 'disk', which two threads would read at a time")
+        if row.optimizer.codec is not None:
+            against.append(f"rule {rule.pattern!r} steps parameters where they rest ({row.optimizer.codec!r})")
     if against:
         raise PlanError(f"step when is {when!r}, and {'; '.join(against)}; use when='boundary'")
 
@@ -197,8 +199,7 @@ def _check_numbers(plan: Plan) -> None:
         if cap is not None:
             _number(f"cap of {what} memory in bytes", cap, _FROM_ONE)
     rows = [rule.row for rule in plan.rules]
-    layouts = [layout for row in rows for layout in (row.parameter.rest, row.optimizer, row.moment)]
-    if plan.scratch is None and any(layout.tier == "disk" for layout in layouts):
+    if plan.scratch is None and any("disk" in row.tiers for row in rows):
         raise PlanError("a state is on tier 'disk' and the plan names no folder for it; give scratch=onecopy.Scratch(folder)")
     _number("accumulation", plan.batch.accumulation, _FROM_ONE)
     if plan.clip.max_norm is not None:

@@ -168,6 +168,11 @@ class Grid:
         return range(low // self.tile, -(-high // self.tile)) if low < high else range(0)
 
 
+def in_memory(tier: Tier) -> Tier:
+    """The memory in which one computes with what rests on ``tier``."""
+    return "device" if tier == "device" else "host"
+
+
 def flatten(params: Sequence[ParamFact], pieces: int) -> FlatLayout:
     """Lay ``params`` side by side.
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, fields, is_dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any, Literal
 
-from onecopy.plan.layout import Layout, Mesh
+from onecopy.plan.layout import Layout, Mesh, Tier
 
 __all__ = [
     "Batch",
@@ -63,6 +63,11 @@ class Row:
     def moment(self) -> Layout:
         """The layout of the moments."""
         return self.moments if self.moments is not None else self.optimizer
+
+    @property
+    def tiers(self) -> tuple[Tier, Tier, Tier, Tier]:
+        """Where parameter, gradient, master weights and moments rest."""
+        return self.parameter.rest.tier, self.gradient.rest.tier, self.optimizer.tier, self.moment.tier
 
 
 @dataclass(frozen=True)
@@ -141,7 +146,7 @@ class StepPolicy:
     ``when``: "boundary", in ``engine.step()``; "backward", each unit on a thread as soon as its gradients are summed, while
     the backward pass goes on to the next: the same numbers, where nothing has to be known of all gradients first (no
     clipping, no loss scale); "delayed", on a thread during the next window, so that parameters are one update behind
-    (ZeRO-Offload, section 5.2). The last two are for states and gradients on the host.
+    (ZeRO-Offload, section 5.2). The last two are for gradients on the host and states on host or disk.
     """
 
     tile: int | None = None

@@ -8,7 +8,7 @@ from dataclasses import fields, replace
 from typing import Any
 
 from onecopy.errors import PlanError
-from onecopy.plan.layout import WITHIN, Layout, Tier
+from onecopy.plan.layout import WITHIN, Layout, Tier, in_memory
 from onecopy.plan.plan import Batch, Clip, LossScale, Plan, Precision, Row, Rule, Scratch, State, Units
 
 __all__ = ["DTYPES", "hsdp", "infinity", "low_precision", "mics", "offload", "stage"]
@@ -101,18 +101,19 @@ def offload(
     optimizer: Tier = "host",
     parameter: Tier = "device",
     *,
+    gradient: Tier | None = None,
     ratio: float = 1.0,
     scratch: Scratch | str | None = None,
 ) -> Plan:
     """ZeRO-Offload (Ren et al. 2021) and ZeRO-Infinity (Rajbhandari et al. 2021): ``plan`` with the optimizer's states
-    and the step on the host, or the states on disk; sharded gradients go to the host as they are reduced. ``parameter``:
-    where sharded parameters (stage 3) rest. ``ratio``: the share of the elements that this holds for (Offload++), the
-    rest is stepped on the device. ``scratch``: folder of the disk tier.
+    and the step on the host, or the states on disk; sharded gradients go to the host as they are reduced, or to the tier
+    ``gradient``. ``parameter``: where sharded parameters (stage 3) rest. ``ratio``: the share of the elements that this
+    holds for (Offload++), the rest is stepped on the device. ``scratch``: folder of the disk tier.
     """
-    gradient: Tier = "device" if optimizer == "device" else "host"
+    sums_on = gradient if gradient is not None else in_memory(optimizer)
 
     def change(row: Row) -> Row:
-        sums = replace(row.gradient.rest, tier=gradient if row.gradient.rest.shards else "device")
+        sums = replace(row.gradient.rest, tier=sums_on if row.gradient.rest.shards else "device")
         rest, held = replace(row.parameter.rest, tier=parameter), row.parameter.held
         held = replace(held, tier=parameter if held.shards else "device")
         moments = replace(row.moments, tier=optimizer) if row.moments is not None else None

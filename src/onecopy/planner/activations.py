@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from onecopy.engine.unit import find_units
 from onecopy.errors import PlanError
@@ -83,8 +85,10 @@ def by_formula(
     shape: Shape, units: tuple[str, ...], seq: int, dtype: str | None, attention: str = "flash", dropout: bool = True
 ) -> Formula:
     """:func:`layer_bytes` for every unit that is called by a number in a list ("blocks.0"), a share of it
-    each where there are more or fewer of them than layers; and ``4 s (h + v)`` for the last norm, logits and loss
-    (Korthikanti et al. 2022, section 4.3).
+    each where there are more or fewer of them than layers; the last of them has the head too: ``4 s h`` for its norm and
+    input (Korthikanti et al. 2022, section 4.3), and of size ``s v`` in float32 the logits, their log-softmax and its
+    gradient, which are there together when backward begins, and the logits as a 16-bit model computes them, which its
+    caller holds.
     """
     width = itemsize(dtype or "float32")
     blocks = [unit for unit in units if unit.rpartition(".")[2].isdigit()]
@@ -94,8 +98,9 @@ def by_formula(
     each = {unit: whole // len(blocks) for unit in blocks}
     layer_input = width * seq * shape.hidden * shape.layers // len(blocks)
     one = layer_bytes(shape, seq, width, attention, dropout)
-    head = {units[0]: 4 * seq * (shape.hidden + shape.vocab)} if units[0] not in each else {}
-    return Formula({**head, **each}, each, dict.fromkeys(each, layer_input), dict.fromkeys(each, one))
+    logits = 3 * 4 + (width if width < 4 else 0)
+    head = {blocks[-1]: each[blocks[-1]] + seq * (4 * shape.hidden + logits * shape.vocab)} if shape.vocab else {}
+    return Formula({**each, **head}, each, dict.fromkeys(each, layer_input), dict.fromkeys(each, one))
 
 
 # Tracing
@@ -123,10 +128,10 @@ class Traced:
             if built.inputs is None:
                 raise PlanError(f"{built.name} takes inputs that are not known, so it cannot be traced")
             try:
-                given = built.inputs(batch, self._seq)
+                given = tree_map_only(Tensor, lambda tensor: tensor.to("meta"), built.inputs(batch, self._seq))
                 how = {"flash": self._flash, "recompute": recompute}
                 self._known[batch, recompute] = record(built.model, self._units, given, self._dtype, **how)
-            except (RuntimeError, NotImplementedError, TypeError, ValueError, IndexError) as error:
+            except Exception as error:  # whatever the model's own code raises where tensors have no values
                 raise PlanError(f"{built.name} cannot run on the meta device: {error}") from error
         return self._known[batch, recompute]
 

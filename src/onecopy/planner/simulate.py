@@ -67,7 +67,7 @@ def simulate(subject: Built, plan: Plan, cluster: Cluster, work: Work) -> Simula
     """
     if cluster.gpu.shared:
         raise PlanError("a simulation is of ranks with accelerators, and CPUs of a host share its memory; give another --gpu")
-    if any("disk" in (row.optimizer.tier, row.parameter.rest.tier, row.moment.tier) for row in _rows(plan)):
+    if any("disk" in row.tiers for row in _rows(plan)):
         raise PlanError("a simulation writes nothing, so nothing of it can rest on disk; choose host")
     if plan.step.when != "boundary":
         raise PlanError(f"a simulation steps at the boundary, and this plan steps {plan.step.when!r}; simulate it without")

@@ -7,6 +7,7 @@ import inspect
 import json
 import sys
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,9 @@ from onecopy.planner.estimate import Work
 from onecopy.planner.subject import Built, Numbers, Shape, Subject, facts_from_model
 
 __all__ = ["activations_of", "from_function", "from_huggingface", "load_subject", "token_ids"]
+
+# What is assumed where no vocabulary is given: that of models since 2024, or a quarter of the parameters.
+_VOCAB = 128_000
 
 
 def load_subject(source: str, attention: str = "flash") -> Built:
@@ -62,14 +66,14 @@ def from_huggingface(source: str | Path, attention: str = "flash") -> Built:
         ) from error
     try:
         config = transformers.AutoConfig.from_pretrained(str(source))
-    except (OSError, ValueError, KeyError) as error:
+    except Exception as error:  # checks of transformers and of its hub raise classes of their own
         raise ConfigError(f"model {str(source)!r} is no configuration that transformers knows: {_line(error)}") from error
     options = {"attn_implementation": "eager" if attention == "eager" else "sdpa"}
     causal, plain = transformers.AutoModelForCausalLM, transformers.AutoModel
     try:
         with torch.device("meta"):
             model = (causal if type(config) in causal._model_mapping else plain).from_config(config, **options)
-    except (RuntimeError, NotImplementedError, ValueError, TypeError) as error:
+    except Exception as error:  # constructors of hundreds of models
         raise PlanError(f"model {str(source)!r} cannot be built on the meta device: {_line(error)}") from error
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
 
@@ -91,7 +95,7 @@ def _shape(config: Any) -> Shape | None:
 
 def from_function(module: str, name: str) -> Built:
     """The model that ``name`` of ``module`` returns when it is called on the meta device; or ``(model, inputs)``, where
-    ``inputs(batch, seq)`` gives the arguments of its forward. Without, token ids are tried."""
+    ``inputs(batch, seq)`` gives the arguments of its forward, on any device. Without, token ids are tried."""
     if "" not in sys.path:
         sys.path.insert(0, "")
     try:
@@ -103,7 +107,7 @@ def from_function(module: str, name: str) -> Built:
     try:
         with torch.device("meta"):
             made = make()
-    except (RuntimeError, NotImplementedError, TypeError, ValueError) as error:
+    except Exception as error:  # the user's own code
         raise PlanError(f"model {module}:{name} cannot be built on the meta device: {_line(error)}") from error
     model, inputs = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
     if not isinstance(model, nn.Module):
@@ -125,7 +129,9 @@ def guess_inputs(model: nn.Module) -> Callable[[int, int], tuple[Any, ...]]:
 
 def _line(error: BaseException) -> str:
     """The first line of what ``error`` says."""
-    return str(error).strip().split("\n")[0]
+    """What an error says, in one line of bounded length."""
+    said = " ".join(str(error).split()) or type(error).__name__
+    return said if len(said) <= 300 else f"{said[:300]} ..."
 
 
 def activations_of(subject: Subject, plan: Plan, work: Work) -> tuple[Activations | None, list[str]]:
@@ -141,11 +147,17 @@ def activations_of(subject: Subject, plan: Plan, work: Work) -> tuple[Activation
             return traced, said
         except PlanError as error:
             said.append(f"activations could not be traced: {_line(error)}")
+            if subject.shape is None:
+                return None, said
     if subject.shape is None:
         return None, said
-    if isinstance(subject, Numbers) and subject.shape.assumed:
-        shape = subject.shape
+    shape = subject.shape
+    if isinstance(subject, Numbers) and shape.assumed:
         sizes = f"{shape.layers} layers of {shape.hidden}, {shape.heads} heads"
         said.append(f"the shape is assumed: {sizes} (--layers, --hidden)")
+    if isinstance(subject, Numbers) and not shape.vocab:
+        # Logits are often the largest activation, so a model without any would be promised too much room.
+        shape = replace(shape, vocab=min(_VOCAB, max(subject.parameters // (4 * shape.hidden), 1)))
+        said.append(f"logits of a vocabulary of {shape.vocab:,} (--vocab)")
     units = tuple(unit.name for unit in subject.units(plan))
-    return by_formula(subject.shape, units, work.seq, plan.precision.dtype, work.attention), said
+    return by_formula(shape, units, work.seq, plan.precision.dtype, work.attention), said

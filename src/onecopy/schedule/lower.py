@@ -11,9 +11,9 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from onecopy import codecs
-from onecopy.plan.layout import FlatLayout, Grid, Layout, Mesh, ParamFact, Tier, UnitFact, flatten
+from onecopy.plan.layout import FlatLayout, Grid, Layout, Mesh, ParamFact, Tier, UnitFact, flatten, in_memory
 from onecopy.plan.plan import Plan, Precision, Row, State, StepPolicy
-from onecopy.schedule.ops import Event, Group, Op
+from onecopy.schedule.ops import Event, Group, Kind, Op
 
 __all__ = ["TILE", "Buffer", "Facts", "Schedule", "lower"]
 
@@ -113,7 +113,9 @@ class Buffer:
     @cached_property
     def tiled(self) -> bool:
         """Is the buffer stepped tile by tile, rather than with its unit?"""
-        return self.row.optimizer.tier != "device" or self.moments_away or self.steps_encoded or self.step.tile is not None
+        row = self.row
+        off_device = {row.optimizer.tier, row.gradient.rest.tier} != {"device"}
+        return off_device or self.moments_away or self.steps_encoded or self.step.tile is not None
 
     @property
     def moments_away(self) -> bool:
@@ -128,7 +130,7 @@ class Buffer:
 
     def tile(self) -> int:
         """Elements of a tile."""
-        tiers = (self.row.optimizer.tier, self.row.moment.tier)
+        tiers = (self.row.optimizer.tier, self.row.moment.tier, self.row.gradient.rest.tier)
         tier: Tier = "disk" if "disk" in tiers else "host" if "host" in tiers else "device"
         wanted = self.step.tile if self.step.tile is not None else TILE[tier]
         return -(-wanted // _TILE_UNIT) * _TILE_UNIT
@@ -283,9 +285,15 @@ def _lower_gradient(buffer: Buffer, plan: Plan, events: dict[Event, list[Op]]) -
         # Whole between micro-batches: they add up locally and one reduce at the boundary serves them all.
         _before_free(events, "boundary", reduce)
     if rest.tier != "device":
-        evict = Op("evict", "gradient", buffer.name, buffer.layout.shard, codec, tier=rest.tier)
+        moves = [Op("evict", "gradient", buffer.name, buffer.layout.shard, codec, tier="host")]
+        if rest.tier == "disk":
+            padded = codecs.blocks(buffer.layout.shard, buffer.tile(), held)
+            if plan.batch.accumulation > 1:  # the sum so far, where there is one
+                moves.append(Op("fetch", "gradient", buffer.name, padded, "uint8", tier="disk"))
+            moves.append(Op("evict", "gradient", buffer.name, padded, "uint8", tier="disk"))
         for event in ("grads_ready", "boundary"):
-            _before_free(events, event, evict)
+            for op in moves:
+                _before_free(events, event, op)
     if mesh.across > 1:
         piece = buffer.layout.shard
         sent = 2 * piece * (mesh.across - 1) // mesh.across
@@ -317,23 +325,31 @@ def _lower_step(buffer: Buffer, events: dict[Event, list[Op]]) -> None:
 
 
 def _lower_states(buffer: Buffer, listed: list[Op]) -> None:
-    """What a step moves beside the moments, which are known to :mod:`onecopy.schedule.predict`: the gradient to the host,
-    master weights from the disk and back, new weights to where the parameter rests."""
+    """What a step moves beside the moments, which are known to :mod:`onecopy.schedule.predict`: the gradient to where it is
+    computed with, master weights from the disk and back, new weights to where the parameter rests."""
     row, grid, name = buffer.row, buffer.grid(), buffer.name
-    if row.optimizer.tier == "device":
-        return
-    if row.gradient.rest.tier == "device":
-        codec = buffer.accumulate_codec if buffer.accumulates else buffer.reduce_codec
-        listed.append(Op("evict", "gradient", name, grid.numel, codec, tier="host"))
+    codec = buffer.accumulate_codec if buffer.accumulates else buffer.reduce_codec
+    computes = in_memory(row.optimizer.tier)
+
+    def moves(kind: Kind, state: str, codec: str) -> None:
+        padded = codecs.blocks(grid.numel, grid.tile, codec)
+        listed.append(Op(kind, state, name, padded, "uint8", tier="disk"))
+
+    if row.gradient.rest.tier == "disk":
+        moves("fetch", "gradient", codec)
+    if in_memory(row.gradient.rest.tier) != computes:
+        kind: Kind = "evict" if computes == "host" else "fetch"
+        listed.append(Op(kind, "gradient", name, grid.numel, codec, tier="host"))
     if row.optimizer.tier == "disk":
-        padded = codecs.blocks(grid.numel, grid.tile, buffer.weight)
-        listed.append(Op("fetch", "master", name, padded, "uint8", tier="disk"))
-        listed.append(Op("evict", "master", name, padded, "uint8", tier="disk"))
-    if row.parameter.rest.tier == "device":
-        listed.append(Op("fetch", "parameter", name, grid.numel, buffer.dtype, tier="host"))
-    elif row.parameter.rest.tier == "disk" and buffer.master is not None:
-        padded = codecs.blocks(grid.numel, grid.tile, buffer.dtype)
-        listed.append(Op("evict", "parameter", name, padded, "uint8", tier="disk"))
+        moves("fetch", "master", buffer.weight)
+        moves("evict", "master", buffer.weight)
+        if buffer.step.when != "boundary":  # the parameter follows when the thread is done
+            moves("fetch", "master", buffer.weight)
+    if in_memory(row.parameter.rest.tier) != computes:
+        kind = "fetch" if computes == "host" else "evict"
+        listed.append(Op(kind, "parameter", name, grid.numel, buffer.dtype, tier="host"))
+    if row.parameter.rest.tier == "disk" and buffer.master is not None:
+        moves("evict", "parameter", buffer.dtype)
 
 
 def _lower_vote(buffers: Sequence[Buffer], units: int, mesh: Mesh) -> tuple[Op, ...]:

@@ -20,14 +20,16 @@ from onecopy.schedule.walk import Peak, Saved, Walk
 __all__ = ["check_needs", "each_op", "link", "moved", "peaks", "predict", "sends", "traffic"]
 
 def least_staging(schedule: Schedule) -> int:
-    """Bytes of staging that a step needs at least: one tile that is stepped and the next, of all its states on disk, and a
-    tile of the parameter."""
+    """Bytes of staging that a step needs at least: one tile that is stepped and the next, of all its states and gradients on
+    disk, and a tile of the parameter."""
     least = 0
     for buffer in schedule.buffers:
         row, tile = buffer.row, buffer.tile()
         states = 0
         if buffer.trainable and row.optimizer.tier == "disk":
             states += codecs.blocks(tile, tile, buffer.weight)
+        if buffer.trainable and row.gradient.rest.tier == "disk":
+            states += codecs.blocks(tile, tile, buffer.accumulate_codec)
         if buffer.trainable and row.moment.tier == "disk":
             for _, own, coded in moment_codecs(schedule.facts.moments_of(buffer), row.moment):
                 states += codecs.blocks(tile, tile, own or buffer.weight, coded)
@@ -99,7 +101,9 @@ def each_op(schedule: Schedule) -> Iterator[tuple[Op, int]]:
     repeats = {"pre_forward": micro, "pre_backward": micro, "grads_ready": micro - 1, "boundary": 1, "step": 1}
     for (_, event), ops in schedule.ops.items():
         for op in ops:
-            yield op, repeats.get(event, 0)
+            # The first micro-batch of a window finds no sum to add to.
+            first = (op.kind, op.state, event) == ("fetch", "gradient", "grads_ready")
+            yield op, repeats.get(event, 0) - first
 
 
 def _add(total: dict[str, dict[str, Any]], op: Op, times: int) -> None:

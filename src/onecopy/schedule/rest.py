@@ -34,7 +34,10 @@ def resident(schedule: Schedule, piece: int) -> dict[Tier, Bytes]:
         tiers[row.parameter.rest.tier]["parameter"] += _parameter(buffer)
         if not buffer.trainable:
             continue
-        gradient = buffer.elements(row.gradient.rest) * itemsize(gradient_codec(schedule, buffer))
+        if row.gradient.rest.tier == "disk":  # room for a sum, even where nothing is added
+            gradient = codecs.blocks(buffer.layout.shard, buffer.tile(), buffer.accumulate_codec)
+        else:
+            gradient = buffer.elements(row.gradient.rest) * itemsize(gradient_codec(schedule, buffer))
         # A step that is delayed keeps the gradients of its window through the next.
         tiers[row.gradient.rest.tier]["gradient"] += gradient * (2 if buffer.step.when == "delayed" else 1)
         if buffer.master is not None:
@@ -90,7 +93,7 @@ def moments(schedule: Schedule, buffer: Buffer, piece: int) -> int:
 def uses_disk(schedule: Schedule) -> bool:
     """Does anything rest on disk?"""
     rows = [buffer.row for buffer in schedule.buffers]
-    return any("disk" in (row.parameter.rest.tier, row.optimizer.tier, row.moment.tier) for row in rows)
+    return any("disk" in row.tiers for row in rows)
 
 
 def scratch_bytes(schedule: Schedule) -> int:

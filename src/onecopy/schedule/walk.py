@@ -6,7 +6,7 @@ from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from onecopy.plan.layout import Tier, itemsize
+from onecopy.plan.layout import Tier, in_memory, itemsize
 from onecopy.schedule.lower import Buffer, Schedule
 from onecopy.schedule.ops import Event, Op
 from onecopy.schedule.rest import TIERS, Bytes, gradient_codec, moment_codecs, scratch_bytes
@@ -99,7 +99,7 @@ class Walk:
         self._most: dict[Tier, tuple[int, str, Bytes]] = {tier: (0, "rest", {}) for tier in TIERS}
         for tier, kinds in at_rest.items():
             for kind, size in kinds.items():
-                self._count(kind, 0 if kind == "gradient" else size, tier)
+                self._count(kind, 0 if kind == "gradient" and tier != "disk" else size, tier)
         self._count("exchange buffer", schedule.facts.exchange)
         self._count("staging", scratch_bytes(schedule), "host")
         if schedule.plan.step.when == "delayed":
@@ -155,9 +155,20 @@ class Walk:
             self._sends(unit, "step", "spread")
 
     def _beside(self) -> int:
-        """A tile's gradients as they are stepped: what a step on a thread works with, until it is joined."""
-        grids = [(buffer.grid(), buffer.weight) for buffer in self._schedule.buffers if buffer.trainable]
-        return max((min(grid.tile, grid.numel) * itemsize(weight) for grid, weight in grids), default=0)
+        """A tile's gradients as they are stepped, and its moments decoded: what a step on a thread works with, until it is
+        joined."""
+        trained = [buffer for buffer in self._schedule.buffers if buffer.trainable]
+        return max((self._tile(buffer) * (1 + self._decoded(buffer)) for buffer in trained), default=0)
+
+    def _tile(self, buffer: Buffer) -> int:
+        """Bytes of a tile of what is stepped."""
+        grid = buffer.grid()
+        return min(grid.tile, grid.numel) * itemsize(buffer.weight)
+
+    def _decoded(self, buffer: Buffer) -> int:
+        """How many moments rest in a codec."""
+        moments = moment_codecs(self._schedule.facts.moments_of(buffer), buffer.row.moment)
+        return sum(coded is not None for _, _, coded in moments)
 
     # Parameters
 
@@ -280,9 +291,13 @@ class Walk:
 
     def _hold(self, buffer: Buffer) -> None:
         """The shard that a gradient which is away is summed in, from its first reduction to the step."""
-        if buffer.gradient_away and buffer.name not in self._kept:
+        if not buffer.gradient_away:
+            return
+        size = buffer.layout.shard * itemsize(gradient_codec(self._schedule, buffer))
+        if buffer.row.gradient.rest.tier == "disk":  # it lands in host memory, where what was there joins it
+            self._count("reduce buffer", size, "host")
+        elif buffer.name not in self._kept:
             self._kept.add(buffer.name)
-            size = buffer.layout.shard * itemsize(gradient_codec(self._schedule, buffer))
             self._count("gradient", size, buffer.row.gradient.rest.tier)
 
     def _transit(self, buffer: Buffer) -> int:
@@ -304,6 +319,9 @@ class Walk:
                 self._count("reduce buffer", -self._transit(buffer))
                 if buffer.gradient_away:
                     self._count("reduce buffer", -filled)
+                if buffer.row.gradient.rest.tier == "disk":
+                    landed = buffer.layout.shard * itemsize(gradient_codec(self._schedule, buffer))
+                    self._count("reduce buffer", -landed, "host")
 
     # Step
 
@@ -321,16 +339,13 @@ class Walk:
             if buffer.tiled:
                 self._step_tiles(buffer, codecs[buffer.name])
             size = buffer.elements(buffer.row.gradient.rest) * itemsize(codecs[buffer.name])
-            self._count("gradient", -size, buffer.row.gradient.rest.tier)
+            if buffer.row.gradient.rest.tier != "disk":  # there its room stays
+                self._count("gradient", -size, buffer.row.gradient.rest.tier)
 
     def _step_tiles(self, buffer: Buffer, codec: str) -> None:
         """A tile's gradient in the weights' dtype, and its states decoded."""
-        tier: Tier = "device" if buffer.row.optimizer.tier == "device" else "host"
-        grid = buffer.grid()
-        values = min(grid.tile, grid.numel) * itemsize(buffer.weight)
-        same = codec == buffer.weight and (buffer.row.gradient.rest.tier == tier)
-        moments = moment_codecs(self._schedule.facts.moments_of(buffer), buffer.row.moment)
-        decoded = sum(coded is not None for _, _, coded in moments)
-        work = values * ((not same) + decoded + buffer.steps_encoded)
+        tier = in_memory(buffer.row.optimizer.tier)
+        same = codec == buffer.weight and in_memory(buffer.row.gradient.rest.tier) == tier
+        work = self._tile(buffer) * ((not same) + self._decoded(buffer) + buffer.steps_encoded)
         self._count("workspace", work, tier)
         self._count("workspace", -work, tier)

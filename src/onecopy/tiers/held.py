@@ -6,6 +6,9 @@ memory all three do nothing but show it; a codec decodes and encodes between; th
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Protocol
 
 import torch
@@ -68,6 +71,22 @@ class Clock:
 
     def __init__(self) -> None:
         self.step = 0
+        self._own = threading.local()
+
+    @contextmanager
+    def at(self, step: int) -> Iterator[None]:
+        """This thread is in ``step``, whatever the others go on to."""
+        self._own.step = step
+        try:
+            yield
+        finally:
+            del self._own.step
+
+    @property
+    def now(self) -> int:
+        """The step that the calling thread is in."""
+        step: int = getattr(self._own, "step", self.step)
+        return step
 
 
 class Held:
@@ -118,12 +137,25 @@ class Held:
 
     def write(self, low: int, high: int, values: torch.Tensor) -> None:
         """Make elements ``[low, high)`` those of ``values``."""
+        self.change(low, high, lambda part, at: part.copy_(values[at : at + part.numel()]), fresh=True)
+
+    def change(self, low: int, high: int, how: Callable[[torch.Tensor, int], object], fresh: bool = False) -> None:
+        """Let ``how(part, at)`` change elements ``[low, high)`` in place, a part of them at a time, which begins ``at``
+        elements after ``low``. ``fresh``: it does not look at what was there."""
         for tile in self.grid.meets(low, high):
             start, stop = self.grid.bounds(tile)
             first, last = max(low, start), min(high, stop)
-            lent = self.lend(tile, fresh=(first, last) == (start, stop))
-            lent.wait()[first - start : last - start].copy_(values[first - low : last - low])
-            lent.put()
+            lent = self.lend(tile, fresh=fresh and (first, last) == (start, stop))
+            try:
+                how(lent.wait()[first - start : last - start], first - low)
+                lent.put()
+            finally:
+                lent.drop()  # where it was not given back
+
+    def seen_as(self, dtype: torch.dtype) -> Held:
+        """The same place for values of ``dtype``, which is no wider. What was written as one is not to be read as the
+        other."""
+        return Held(self.grid, dtype, self._place, self.codec, self._workspace, self.clock, self._align)
 
 
 class Tile:
@@ -170,7 +202,7 @@ class Tile:
 
     def _number(self) -> int:
         """What no other encoding of this state has: a run that resumes at the same step rounds alike."""
-        return (self._held.clock.step << 32) + self._tile
+        return (self._held.clock.now << 32) + self._tile
 
     def drop(self) -> None:
         """The values were only read. Does nothing when the tile is back already."""

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable
+import threading
+from collections import Counter, deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 
 from onecopy.codecs import ALIGN, Codec, blocks
-from onecopy.plan.layout import Grid, Tier
+from onecopy.plan.layout import Grid, Tier, in_memory
 from onecopy.plan.plan import Caps
 from onecopy.tiers.disk import Disk, Region, Staged, Transfer
 from onecopy.tiers.held import Clock, Held, Loan, Resident, Tile
@@ -30,7 +32,12 @@ class Tiers:
     """``device`` and ``host`` allocate memory; ``disk`` holds files, and its :class:`Memory` is their account."""
 
     def __init__(
-        self, device: torch.device, caps: Caps, disk: Disk | None = None, moved: Callable[[str, int], None] = _nowhere
+        self,
+        device: torch.device,
+        caps: Caps,
+        disk: Disk | None = None,
+        moved: Callable[[str, int], None] = _nowhere,
+        beside: bool = False,
     ) -> None:
         self.device = Memory("device", device, caps.device)
         # Beside an accelerator that is simulated the host is too.
@@ -38,10 +45,32 @@ class Tiers:
         self.host = Memory("host", host, caps.host, pinned=device.type not in ("cpu", "meta"))
         self.account = Memory("disk", torch.device("cpu"))
         self.disk = disk
-        # Told of bytes that move between tiers, by the link that they cross.
-        self.moved = moved
+        # Where what rests on host and disk is decoded. A step that runs ``beside`` training would show on the account at any
+        # time; what it needs at most is counted for as long as it runs.
+        self._decoded = Memory("host", host, pinned=self.host.pinned) if beside else self.host
+        self._moved = moved
+        self._apart = threading.local()
         self.clock = Clock()
         self._ahead: dict[Held, deque[Tile]] = {}
+        # Bytes of the largest tile on disk.
+        self._largest = 0
+
+    def moved(self, link: str, size: int) -> None:
+        """``size`` bytes cross ``link``, between two tiers."""
+        moves: Counter[str] | None = getattr(self._apart, "moves", None)
+        if moves is None:
+            self._moved(link, size)
+        else:
+            moves[link] += size
+
+    @contextmanager
+    def apart(self) -> Iterator[Counter[str]]:
+        """What this thread moves is added up here and told to nobody."""
+        self._apart.moves = Counter()
+        try:
+            yield self._apart.moves
+        finally:
+            self._apart.moves = None
 
     def memory(self, tier: Tier) -> Memory:
         """What allocates on ``tier``, or keeps the account of it."""
@@ -63,7 +92,7 @@ class Tiers:
 
     def computing(self, tier: Tier) -> Memory:
         """The memory in which states of ``tier`` are computed with."""
-        return self.device if tier == "device" else self.host
+        return self.memory(in_memory(tier))
 
     def hold(self, kind: str, name: str, tier: Tier, grid: Grid, dtype: torch.dtype, codec: Codec | None = None) -> Held:
         """Room for a state of ``kind`` over ``grid``. On disk it is reserved, and there once the disk is open."""
@@ -71,13 +100,15 @@ class Tiers:
             assert self.disk is not None
             size = blocks(grid.numel, grid.tile, _name(dtype), codec)
             self.account.count(kind, size)
-            place = OnDisk(self.disk, self.disk.reserve(name, size), self.moved)
-            return Held(grid, dtype, place, codec, self.host, self.clock, ALIGN)
+            self._largest = max(self._largest, blocks(min(grid.tile, grid.numel), grid.tile, _name(dtype), codec))
+            on_disk = OnDisk(self.disk, self.disk.reserve(name, size), self.moved)
+            return Held(grid, dtype, on_disk, codec, self._decoded, self.clock, ALIGN)
         memory = self.memory(tier)
         if codec is None:
             return self.show(memory.alloc(kind, grid.numel, dtype), grid.tile)
         size = blocks(grid.numel, grid.tile, _name(dtype), codec)
-        return Held(grid, dtype, Resident(memory.alloc(kind, size, torch.uint8)), codec, memory, self.clock, ALIGN)
+        place = Resident(memory.alloc(kind, size, torch.uint8))
+        return Held(grid, dtype, place, codec, self._decoded if tier == "host" else memory, self.clock, ALIGN)
 
     # What is read whole, such as the shard of a parameter
 
@@ -92,14 +123,17 @@ class Tiers:
         """Copy all of ``held`` to ``out``."""
         tiles = self._ahead.pop(held, deque())
         coming = len(tiles)
-        for index in range(held.grid.count):
-            while coming < held.grid.count and (not tiles or (len(tiles) < _AHEAD and self._room(held))):
-                tiles.append(held.lend(coming))
-                coming += 1
-            low, high = held.grid.bounds(index)
-            lent = tiles.popleft()
-            out[low:high].copy_(lent.wait())
-            lent.drop()
+        try:
+            for index in range(held.grid.count):
+                while coming < held.grid.count and (not tiles or (len(tiles) < _AHEAD and self._room(held))):
+                    tiles.append(held.lend(coming))
+                    coming += 1
+                low, high = held.grid.bounds(index)
+                out[low:high].copy_(tiles[0].wait())
+                tiles.popleft().drop()
+        finally:
+            for tile in tiles:
+                tile.drop()
 
     def forget(self, held: Held | None = None) -> None:
         """What was read ahead (of ``held``, or all of it) is going to be written: it would be out of date."""
@@ -108,9 +142,9 @@ class Tiers:
                 tile.drop()
 
     def _room(self, held: Held) -> bool:
-        """Does staging hold a tile of ``held`` beside one more, which whoever cannot wait may need?"""
+        """Does staging hold a tile of ``held`` beside one more of any state, which whoever cannot wait may need?"""
         size = held.grid.tile * held.dtype.itemsize
-        return self.disk is None or self.disk.has_room(2 * -(-size // ALIGN) * ALIGN)
+        return self.disk is None or self.disk.has_room(-(-size // ALIGN) * ALIGN + self._largest)
 
     def close(self) -> None:
         """Remove what is on disk."""
