@@ -310,8 +310,11 @@ def own_elements(rank: int, world: int, zero: dict[str, Any]) -> None:
     """What a rank reads of its own is its part of the whole; what it writes there is what all then read."""
     from onecopy.deepspeed import utils
 
-    engine, *_ = deepspeed.initialize(model=models.build("mlp"), config=config(3, zero_optimization={"stage": 3, **zero}))
+    model = models.build("mlp")
+    model.layers[3].bias.requires_grad_(False)
+    engine, *_ = deepspeed.initialize(model=model, config=config(3, zero_optimization={"stage": 3, **zero}))
     layers = engine.module.layers
+    assert utils.safe_get_full_grad(layers[3].bias) is None and utils.safe_get_local_grad(layers[3].bias) is None
     cut = [layer.weight for layer in layers if 0 < layer.weight.ds_tensor.numel() < layer.weight.ds_numel]
     param, name = cut[0], next(name for name, each in engine.module.named_parameters() if each is cut[0])
     elsewhere = next(layer.weight for layer in layers if not layer.weight.ds_tensor.numel())

@@ -60,8 +60,9 @@ def safe_get_full_fp32_param(param: nn.Parameter) -> Tensor | None:
 
 
 def safe_get_full_grad(param: nn.Parameter) -> Tensor | None:
-    """The whole gradient, averaged over ranks and accumulated so far; fp32. None where there is none."""
-    return onecopy.full_grad(param)
+    """The whole gradient, averaged over ranks and accumulated so far; fp32. None where there is none, as of a
+    frozen parameter."""
+    return onecopy.full_grad(param) if param.requires_grad else None
 
 
 def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> Tensor | None:
@@ -103,8 +104,9 @@ def safe_set_local_fp32_param(param: nn.Parameter, value: Tensor) -> None:
 
 
 def safe_get_local_grad(param: nn.Parameter) -> Tensor | None:
-    """This rank's elements of the gradient, averaged over ranks and accumulated so far; fp32. None where there is none."""
-    return local.read_grad(param)
+    """This rank's elements of the gradient, averaged over ranks and accumulated so far; fp32. None where there is none,
+    as of a frozen parameter."""
+    return local.read_grad(param) if param.requires_grad else None
 
 
 def safe_set_local_grad(param: nn.Parameter, value: Tensor) -> None:
