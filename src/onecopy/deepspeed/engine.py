@@ -20,6 +20,14 @@ from onecopy.errors import ConfigError
 __all__ = ["DeepSpeedEngine", "Settings"]
 
 _logger = logging.getLogger("onecopy")
+# Names of DeepSpeed's engine for what is decided before a run here, and what there is instead.
+_ABSENT = {
+    "set_train_batch_size": "the schedule is made for one number of micro-batches; destroy() this engine and initialize "
+    "another with other gradient_accumulation_steps, which takes the weights over",
+    "set_train_micro_batch_size": "a forward pass takes any number of samples; the configuration's is the dataloader's",
+    "offload_states": "states rest where the configuration says: zero_optimization.offload_optimizer and offload_param",
+    "reload_states": "states rest where the configuration says: zero_optimization.offload_optimizer and offload_param",
+}
 
 
 @dataclass(frozen=True)
@@ -58,6 +66,8 @@ class DeepSpeedEngine(Engine):
         except AttributeError:
             if name in ("module", "settings"):  # not there yet, or no engine at all
                 raise
+            if name in _ABSENT and not hasattr(self.module, name):
+                raise AttributeError(f"the engine has no {name}(): {_ABSENT[name]}") from None
             return getattr(self.module, name)
 
     # training ----------------------------------------------------------------------------------------------------
@@ -107,6 +117,18 @@ class DeepSpeedEngine(Engine):
         """Learning rates, one per parameter group."""
         return self.lr()
 
+    def get_mom(self) -> list[Any]:
+        """First moments' decay, one per parameter group: ``betas`` of Adam's kind, ``momentum`` of SGD's."""
+        return [group.get("betas", group.get("momentum")) for group in self._optimizer().param_groups]
+
+    def get_batch_info(self) -> tuple[int, int, int]:
+        """``(train_batch_size(), train_micro_batch_size_per_gpu(), gradient_accumulation_steps())``."""
+        return self.train_batch_size(), self.train_micro_batch_size_per_gpu(), self.gradient_accumulation_steps()
+
+    def empty_partition_cache(self) -> None:
+        """Give back what is gathered: a forward pass without backward, as in generation, may leave the last units whole."""
+        self._core.gathering.release_units()
+
     @property
     def lr_scheduler(self) -> Any:
         """The learning-rate scheduler; may be set, also to None."""
@@ -145,6 +167,10 @@ class DeepSpeedEngine(Engine):
     def zero_optimization_stage(self) -> int:
         """``zero_optimization.stage`` of the configuration."""
         return self.settings.stage
+
+    def zero_optimization(self) -> bool:
+        """Is a stage above 0 asked for?"""
+        return bool(self.settings.stage)
 
     def zero_optimization_partition_weights(self) -> bool:
         """Are parameters cut over the ranks while nobody uses them?"""
