@@ -12,9 +12,10 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -34,7 +35,7 @@ from _common import (
 )
 from modes import Trainer, build
 
-__all__ = ["Job", "RankFailed", "Ranks"]
+__all__ = ["Job", "Meter", "RankFailed", "Ranks", "Requests"]
 
 
 class RankFailed(RuntimeError):
@@ -57,19 +58,21 @@ class Job:
 class Ranks:
     """The processes of one :class:`Job`, as a context manager: ``train(steps)`` runs them, leaving ends them.
 
-    ``python`` runs them: an interpreter with the library of the job's mode, torch and what onecopy needs.
+    ``python`` runs them: an interpreter with the library of the job's mode, torch and what onecopy needs. ``script``: the
+    program of a rank, which answers through :class:`Requests`. ``path``: folders for the front of its ``PYTHONPATH``.
     """
 
-    def __init__(self, job: Job, python: str = sys.executable) -> None:
+    def __init__(self, job: Job, python: str = sys.executable, script: str = __file__, path: Sequence[str] = ()) -> None:
         self.job = job
         port = free_port()
         # Held open for as long as the ranks write to them.
         self._logs = [tempfile.TemporaryFile("w+") for _ in range(job.world)]  # noqa: SIM115
         source = Path(sys.modules["onecopy.gpt"].__file__ or "").parents[1]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(source), "DS_ACCELERATOR": "cpu"}
+        search = os.pathsep.join([*path, str(source)])
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": search, "DS_ACCELERATOR": "cpu"}
         self._ranks = [
             subprocess.Popen(
-                [python, __file__, json.dumps({"rank": rank, "port": port, "job": asdict(job)})],
+                [python, script, json.dumps({"rank": rank, "port": port, "job": asdict(job)})],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=self._logs[rank],
@@ -132,11 +135,82 @@ def _pipe(pipe: IO[str] | None) -> IO[str]:
     return pipe
 
 
+class Meter:
+    """Memory and time of this rank, from when the object is made: after libraries are loaded, before the model is built."""
+
+    def __init__(self, account: bool) -> None:
+        warm_kernels()
+        trim()
+        self._start, self._allocator = resident(), AllocatorPeak() if account else None
+        reset_peak()
+        self._setup = 0
+
+    def begin(self) -> None:
+        """The untimed steps are done."""
+        if not self._setup:
+            self._setup = peak() - self._start
+            trim()
+            reset_peak()
+        if self._allocator:
+            self._allocator.mark()
+        dist.barrier()
+        self._times: list[float] = []
+        self._work: list[float] = []
+        self.lap(keep=False)
+
+    def lap(self, keep: bool = True) -> None:
+        """A step ends, and the next begins. ``keep``: the one that ends was timed."""
+        now, work = time.perf_counter(), time.process_time()
+        if keep:
+            self._times.append(now - self._last)
+            self._work.append(work - self._last_work)
+        self._last, self._last_work = now, work
+
+    def answer(self, losses: list[torch.Tensor], ledger: dict[str, Any] | None) -> dict[str, Any]:
+        """What is told of the steps since :meth:`begin`."""
+        answer = {
+            "times": self._times,
+            "work": self._work,
+            "losses": [float(loss) for loss in losses],
+            "peak_process": peak() - self._start,
+            "peak_setup": self._setup,
+            "peak_allocator": self._allocator.stop() if self._allocator else None,
+            "ledger": ledger,
+        }
+        self._allocator = None
+        return answer
+
+
+class Requests:
+    """A rank's end of the pipes: who it is, and an iterator over ``(steps, warm)`` that waits for each."""
+
+    def __init__(self) -> None:
+        # Libraries print to standard output; the answers must not mix with that.
+        self._answers = os.fdopen(os.dup(1), "w")
+        os.dup2(2, 1)
+        said = json.loads(sys.argv[1])
+        self.rank, self.port, self.job = int(said["rank"]), int(said["port"]), Job(**said["job"])
+
+    def __iter__(self) -> Iterator[tuple[int, int]]:
+        for line in sys.stdin:
+            request = json.loads(line)
+            yield request["steps"], request["warm"]
+
+    def answer(self, found: dict[str, Any]) -> None:
+        print(json.dumps(found), file=self._answers, flush=True)
+
+    def end(self) -> NoReturn:
+        """Ranks end together: one that left first would break what its peers still wait for."""
+        self._answers.close()
+        dist.barrier()
+        os._exit(0)
+
+
 class _Rank:
     """One rank's side: sets its mode up on the first request and trains on each."""
 
     def __init__(self, rank: int, port: int, job: Job) -> None:
-        self.rank, self.job, self.done = rank, job, 0
+        self.done = 0
         join(rank, job.world, port)
         if job.mode.startswith("deepspeed"):
             import deepspeed  # its own memory is not the mode's
@@ -145,40 +219,18 @@ class _Rank:
         elif job.mode.startswith("onecopy"):
             import onecopy  # noqa: F401
         self.batch = make_batches(rank, job.world, job.rows, job.context)
-        warm_kernels()
-        trim()
-        self.start, self.allocator = resident(), AllocatorPeak() if job.account else None
-        reset_peak()
+        self.meter = Meter(job.account)
         self.trainer: Trainer = build(job.mode, make_model(job.model, job.context), job.dtype)
-        self.setup_peak = 0
 
     def train(self, steps: int, warm: int) -> dict[str, Any]:
         for _ in range(warm):
             self._step()
-        if not self.setup_peak:
-            self.setup_peak = peak() - self.start
-            trim()
-            reset_peak()
-        if self.allocator:
-            self.allocator.mark()
-        dist.barrier()
-        times, work, losses = [], [], []
+        self.meter.begin()
+        losses = []
         for _ in range(steps):
-            begin, begin_work = time.perf_counter(), time.process_time()
             losses.append(self._step())
-            times.append(time.perf_counter() - begin)
-            work.append(time.process_time() - begin_work)
-        answer = {
-            "times": times,
-            "work": work,
-            "losses": [float(loss) for loss in losses],
-            "peak_process": peak() - self.start,
-            "peak_setup": self.setup_peak,
-            "peak_allocator": self.allocator.stop() if self.allocator else None,
-            "ledger": self.trainer.ledger(),
-        }
-        self.allocator = None
-        return answer
+            self.meter.lap()
+        return self.meter.answer(losses, self.trainer.ledger())
 
     def _step(self) -> torch.Tensor:
         loss = self.trainer.step(*self.batch(self.done))
@@ -187,18 +239,11 @@ class _Rank:
 
 
 def _main() -> None:
-    # Libraries print to standard output; the answers must not mix with that.
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
-    said = json.loads(sys.argv[1])
-    rank = _Rank(said["rank"], said["port"], Job(**said["job"]))
-    for line in sys.stdin:
-        request = json.loads(line)
-        print(json.dumps(rank.train(request["steps"], request["warm"])), file=answers, flush=True)
-    answers.close()
-    # Ranks end together: one that left first would break what its peers still wait for.
-    dist.barrier()
-    os._exit(0)
+    requests = Requests()
+    rank = _Rank(requests.rank, requests.port, requests.job)
+    for steps, warm in requests:
+        requests.answer(rank.train(steps, warm))
+    requests.end()
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ import json
 import statistics
 import subprocess
 import sys
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -71,8 +72,13 @@ class Result:
         self.ledger = answers[0]["ledger"]
 
 
-def measure(args: argparse.Namespace) -> list[Result]:
-    """One result per mode that can run here, in the order asked for. Raises :class:`RankFailed` when one breaks."""
+def ranks_of(job: Job, args: argparse.Namespace) -> Ranks:
+    return Ranks(job, str(args.deepspeed_python) if job.mode.startswith("deepspeed") else sys.executable)
+
+
+def measure(args: argparse.Namespace, start: Callable[[Job, argparse.Namespace], Ranks] = ranks_of) -> list[Result]:
+    """One result per mode that can run here, in the order asked for; ``start`` starts the ranks of one. Raises
+    :class:`RankFailed` when one breaks."""
     modes = _runnable(args)
     jobs = {mode: Job(mode, args.model, args.dtype, args.ranks, args.rows, args.context) for mode in modes}
     results = {mode: Result(mode) for mode in modes}
@@ -80,13 +86,13 @@ def measure(args: argparse.Namespace) -> list[Result]:
         alive: dict[str, Ranks] = {}
         if not args.apart:
             for mode in modes:
-                alive[mode] = stack.enter_context(Ranks(jobs[mode], _python(mode, args)))
+                alive[mode] = stack.enter_context(start(jobs[mode], args))
                 alive[mode].train(1, warm=SETTLE)
         for number in range(args.rounds):
             turn = number % len(modes)
             for mode in (*modes[turn:], *modes[:turn]):
                 if args.apart:
-                    with Ranks(jobs[mode], _python(mode, args)) as ranks:
+                    with start(jobs[mode], args) as ranks:
                         results[mode].add(ranks.train(args.steps, warm=SETTLE))
                 else:
                     results[mode].add(alive[mode].train(args.steps, warm=1))
@@ -94,7 +100,7 @@ def measure(args: argparse.Namespace) -> list[Result]:
             print(f"round {number + 1}/{args.rounds}, seconds a step: {done}", file=sys.stderr, flush=True)
     if args.account:
         for mode in modes:
-            with Ranks(replace(jobs[mode], account=True), _python(mode, args)) as ranks:
+            with start(replace(jobs[mode], account=True), args) as ranks:
                 results[mode].allocator = max(answer["peak_allocator"] for answer in ranks.train(1, warm=2))
     return list(results.values())
 
@@ -111,10 +117,6 @@ def _runnable(args: argparse.Namespace) -> list[str]:
         file=sys.stderr,
     )
     return [mode for mode in args.modes if not mode.startswith("deepspeed")]
-
-
-def _python(mode: str, args: argparse.Namespace) -> str:
-    return str(args.deepspeed_python) if mode.startswith("deepspeed") else sys.executable
 
 
 def rival(mode: str, against: str) -> str:

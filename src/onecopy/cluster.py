@@ -149,7 +149,7 @@ def gpu(name: str) -> Gpu:
         return GPUS[key]
     if key == "cpu":
         return Gpu("cpu", _CPU_MEMORY, **_CPU_RATES, shared=True)
-    if re.fullmatch(r"[\d.]+ *[gmt]i?b?", key):
+    if re.fullmatch(r"[\d.]+ *[gmt](i?b)?", key):  # 3090ti is a card, not 3090 TiB
         return replace(GPUS["3090"], name=key, memory=quantity(key, "--gpu", size=True))
     known = [*GPUS, "cpu"]
     near = [other for other in known if other.split("-")[0] == key]
@@ -185,7 +185,10 @@ def quantity(text: str, what: str, *, size: bool = False) -> int:
 
 def here(nvme: str | Path | None = None) -> Cluster:
     """This machine: its accelerators, memory and, with a folder ``nvme``, the free room of that disk. Speeds are those of the
-    table where the accelerator is in it, of the nearest in memory where not, and of the CPU where there is none."""
+    table where the accelerator is in it, of the nearest in memory where not, and of the CPU where there is none.
+
+    An accelerator's memory counts as many GB as it has GiB, as in the table, where cards are called by them: the other 7 %
+    are for what no plan counts: the driver's context, buffers of NCCL, kernels' workspace and gaps of the allocator."""
     host = int(psutil.virtual_memory().total)
     disk = shutil.disk_usage(nvme).free if nvme is not None else None
     if not torch.accelerator.is_available():
@@ -193,7 +196,8 @@ def here(nvme: str | Path | None = None) -> Cluster:
         found = replace(gpu("cpu"), memory=host // ranks)
         return Cluster(found, ranks, host_memory=host, nvme=disk, host_bandwidth=found.bandwidth)
     device = torch.get_device_module(torch.accelerator.current_accelerator()).get_device_properties(0)
-    return Cluster(_recognise(device.name, device.total_memory), torch.accelerator.device_count(), 1, host, disk)
+    counted = device.total_memory * 10**9 // 2**30
+    return Cluster(_recognise(device.name, counted), torch.accelerator.device_count(), 1, host, disk)
 
 
 def _recognise(name: str, memory: int) -> Gpu:

@@ -71,3 +71,5 @@ def test_other_kinds(tmp_path: Path, name: str) -> None:
 def test_a_configuration_nobody_knows(tmp_path: Path) -> None:
     with pytest.raises(onecopy.errors.ConfigError, match="no configuration that transformers knows"):
         load_subject(folder(tmp_path, {"model_type": "no-such-model"}))
+    with pytest.raises(onecopy.errors.ConfigError, match="expected int, got str"):
+        load_subject(folder(tmp_path, {"model_type": "llama", "hidden_size": "4096"}))

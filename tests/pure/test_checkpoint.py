@@ -26,7 +26,8 @@ from torch.optim import lr_scheduler
 import onecopy
 from onecopy.checkpoint import store, tensors
 from onecopy.checkpoint.format import MANIFEST, Span, State, decode, dtype_name, encode, parse, seal
-from onecopy.checkpoint.tensors import file_bytes, write_tensors
+from onecopy.checkpoint.tensors import file_bytes
+from onecopy.checkpoint.writer import write_tensors
 from onecopy.errors import CheckpointError, OneCopyError
 
 pytestmark = pytest.mark.pure
@@ -398,6 +399,7 @@ def killed_at(call: int, save: Callable[[], Any]) -> bool:
         try:
             for module, name in (
                 (os, "rename"), (os, "replace"), (os, "mkdir"), (os, "unlink"), (os, "fsync"), (os, "rmdir"),
+                (os, "open"), (os, "pwritev"), (os, "pwrite"), (os, "ftruncate"),
             ):  # fmt: skip
                 setattr(module, name, count(getattr(module, name)))
             tensors.open = count(open)  # type: ignore[attr-defined]

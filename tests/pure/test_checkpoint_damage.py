@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import random
 from pathlib import Path
@@ -13,9 +14,11 @@ import torch
 from safetensors.torch import load_file
 
 import onecopy
-from onecopy.checkpoint import store, tensors
+from onecopy.checkpoint import store, writer
 from onecopy.checkpoint.format import MANIFEST, Span
-from onecopy.checkpoint.tensors import Reader, write_tensors
+from onecopy.checkpoint.reader import Reader
+from onecopy.checkpoint.sources import open_source
+from onecopy.checkpoint.writer import write_tensors
 from onecopy.errors import CheckpointError, OneCopyError
 from tests.pure.disk_files import largest_file
 from tests.pure.test_checkpoint import engine, step, whole
@@ -52,7 +55,7 @@ def test_a_reader_reads_ranges_and_notices_damage(tmp_path: Path) -> None:
 def test_ranges_across_chunks_are_right_and_each_chunk_is_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Chunks of 64 bytes: any range of a tensor over many of them, and a flipped bit is noticed by exactly those that read
     its chunk."""
-    monkeypatch.setattr(tensors, "CHUNK", 64)
+    monkeypatch.setattr(writer, "CHUNK", 64)
     values = {"wide": torch.arange(50, dtype=torch.float64), "half": torch.arange(99).bfloat16(), "byte": torch.arange(9)}
     record = write_tensors(tmp_path / "f", list(values.items()))
     assert record.chunk == 64 and len(record.crc32) == 8 * -(-record.bytes // 64)
@@ -114,7 +117,7 @@ def test_damage_in_two_hundred_places_is_reported_and_never_loaded(tmp_path: Pat
 
 def test_a_load_that_fails_on_its_way_leaves_an_engine_that_trains_no_mixture(tmp_path: Path, monkeypatch: Any) -> None:
     """Damage far behind the beginning is found when weights before it are loaded: no step and no save until one is whole."""
-    monkeypatch.setattr(tensors, "CHUNK", 64)
+    monkeypatch.setattr(writer, "CHUNK", 64)
     one = engine()
     good, bad = (saved(one, tmp_path, tag)[0] for tag in ("good", "bad"))
     shard = tmp_path / "bad" / "rank-00000.safetensors"
@@ -183,7 +186,7 @@ def test_old_checkpoints_go_and_the_newest_complete_ones_stay(tmp_path: Path) ->
     saved(one, tmp_path, *"abcd")
     one.save(tmp_path, "aside", latest=False)
     (tmp_path / "b" / "rank-00000.safetensors").unlink()
-    (tmp_path / ".old.partial").mkdir()
+    (tmp_path / ".old.0123abcd.partial").mkdir()
     (tmp_path / "mine").mkdir()
     saved(one, tmp_path, "e", keep_last=4)
     # Of the six, b is not complete and does not count; it is older than the four that are kept.
@@ -213,3 +216,26 @@ def test_a_save_that_finds_no_room_leaves_no_folder(tmp_path: Path, room: int) -
     assert [path.name for path in tmp_path.rglob("*")] == ["some"]
     one.save(tmp_path / "some" / "where")
     one.close()
+
+
+def test_a_checkpoint_from_before_there_were_checksums_is_read_with_a_warning(tmp_path: Path) -> None:
+    one = engine()
+    step(one)
+    path = Path(one.save(tmp_path)) / MANIFEST
+    truth, manifest = whole(one), json.loads(path.read_text())
+    for key in ("checksum", "ranks", "save"):
+        del manifest[key]
+    manifest["files"] = {name: {"bytes": record["bytes"]} for name, record in manifest["files"].items()}
+    path.write_text(json.dumps(manifest, indent=1))
+    other = engine(1)
+    with pytest.warns(UserWarning, match="wrote it without checksums") as said:
+        other.load(tmp_path)
+    assert len(said) == 1 and whole(other) == truth
+    with pytest.warns(UserWarning, match="wrote it without checksums"):
+        assert not open_source(tmp_path).checksums
+    step(one)
+    step(other)
+    assert whole(other) == whole(one)
+    os.truncate(path.parent / "rank-00000.safetensors", 900)
+    with pytest.raises(CheckpointError, match="it has 900 bytes"):
+        other.load(tmp_path)

@@ -190,9 +190,6 @@ SECTION = "zero_optimization.offload_"
 @pytest.mark.parametrize(
     ("config", "parts"),
     [
-        (zero(2, {"offload_param": CPU}), (f"{SECTION}param.device is 'cpu'", "stage is 2", "set stage to 3")),
-        (zero(0, {"offload_param": NVME}), (f"{SECTION}param.device is 'nvme'", "stage is 0", "set stage to 3")),
-        (zero(1, {"cpu_offload_params": True}), ("zero_optimization.cpu_offload_param is true", "only stage 3")),
         (zero(0, {"offload_optimizer": CPU}), (f"{SECTION}optimizer.device is 'cpu'", "stage is 0", "set stage to 1")),
         (zero(0, {"cpu_offload": True}), ("zero_optimization.cpu_offload is true", "stage is 0", "set stage to 1")),
         (
@@ -235,7 +232,24 @@ def test_offload_keys_that_contradict_are_refused(config: dict[str, Any], parts:
 
 def test_all_that_is_wrong_with_offload_is_said_at_once() -> None:
     said = refused(zero(0, {"offload_optimizer": {"device": "nvme"}, "offload_param": CPU}) | {"aio": {"block_size": 1}})
-    assert len(said.splitlines()) == 4
+    assert len(said.splitlines()) == 3
+
+
+@pytest.mark.parametrize("number", [0, 1, 2])
+def test_parameters_that_a_stage_keeps_whole_are_not_offloaded_and_it_is_said(number: int) -> None:
+    why = f"zero_optimization.stage is {number}, where the parameters are whole on every rank and in use all the time"
+    nvme = {"device": "nvme", "nvme_path": "/another"}  # neither a folder nor a second one is needed for nothing
+    for section, key in (
+        ({"offload_param": CPU}, f"{SECTION}param.device does"),
+        ({"offload_param": {"device": "nvme"}}, f"{SECTION}param.device does"),
+        ({"offload_param": nvme}, f"{SECTION}param.device, {SECTION}param.nvme_path do"),
+        ({"cpu_offload_params": True}, "zero_optimization.cpu_offload_param does"),
+    ):
+        plan = load_config(zero(number, section))
+        assert plan.with_(notes=()) == stage(number)
+        assert plan.notes == (f"{key} nothing: {why}; only stage 3 honours it",)
+    if number:
+        assert load_config(zero(number, {"offload_param": nvme, "offload_optimizer": NVME})).scratch == disk()
 
 
 def test_a_folder_that_is_not_there_is_no_error_of_the_configuration(tmp_path: Path) -> None:

@@ -149,16 +149,24 @@ def test_search_writes_a_configuration_that_is_read(plan: Cli, tmp_path: Path) -
 
 
 MODULE = """
+import torch
 from torch import nn
 from onecopy import gpt
 def tiny():
     return gpt.GPT(gpt.config("tiny"))
 def pair():
-    return nn.Linear(4, 4), lambda batch, seq: {"input": __import__("torch").empty(batch, 4, device="meta")}
+    return nn.Linear(4, 4), lambda batch, seq: {"input": torch.empty(batch, 4)}
 def broken():
     raise RuntimeError("no weights here")
 def number():
     return 7
+
+class Odd(nn.Linear):
+    def forward(self, x):
+        return super().forward(x).nothing_like_this
+
+def odd():
+    return Odd(4, 4), lambda batch, seq: (torch.zeros(batch, 4),)
 """
 
 
@@ -179,6 +187,23 @@ def test_a_function_that_builds_a_model(plan: Cli, builders: str) -> None:
     traced = trace(subject, onecopy.stage(2, dtype="bf16"), 64)
     assert found["per_rank"]["device"]["activations"] == traced.run(1, False).most
     assert plan.json(f"{builders}:pair", "--gpus", "2")["model"]["parameters"] == 20
+
+
+def test_a_verdict_without_activations_says_so(plan: Cli, builders: str) -> None:
+    """The model's own code fails where tensors have no values; what is left is no promise that it fits."""
+    found = plan.json(f"{builders}:odd", "--seq", "64", "--gpus", "2")
+    assert found["why"][0].endswith("ACTIVATIONS NOT COUNTED")
+    assert any("could not be traced" in line and "nothing_like_this" in line for line in found["assumptions"])
+    assert not any("--seq" in line for line in found["assumptions"])
+    assert "COUNTED" not in plan.json(f"{builders}:pair", "--gpus", "2")["why"][0], "its inputs are on the CPU"
+
+
+def test_the_way_to_fit_says_what_the_host_needs(plan: Cli) -> None:
+    """The optimizer may come from a disk that is too small to a host that is not."""
+    args = ("--params", "7B", "--gpus", "1", "--offload", "disk", "--nvme", "10GB", "--host-memory", "200GB")
+    change = plan.json(*args)["change"]
+    assert (change["stage"], change["optimizer"], change["parameter"]) == (2, "host", "device")
+    assert change["text"].endswith("of host memory on a node")
 
 
 BAD = {
@@ -202,6 +227,12 @@ BAD = {
     "config": (["--params", "7B", "--config", "nowhere.json"], "nowhere.json"),
     "config beside": (["--params", "7B", "--config", "x.json", "--stage", "2"], "--stage 2 beside --config x.json"),
     "link": (["--params", "7B", "--link", "0"], "--link 0"),
+    "card that ends like a unit": (["--params", "70B", "--gpu", "3090Ti"], "GPU '3090Ti' is not known; did you mean 3090?"),
+    "no unit": (["--params", "7B", "--host-memory", "128"], "no node has 128 bytes; a size has a unit, such as 128GB"),
+    "another shape": (
+        ["--params", "7B", "--layers", "2000", "--hidden", "40960"],
+        "not --params 7,000,000,000; a usual decoder of that many has 33 layers of 4224",
+    ),
 }
 
 

@@ -17,22 +17,22 @@ import torch
 import torch.distributed as dist
 
 import onecopy
-from onecopy.checkpoint import background, store, tensors
+from onecopy.checkpoint import background, store, writer
 from tests.ranks.checkpoints import SMALL, everything, refusal, start, steps, unequal
 from tests.ranks.harness import run_ranks
 
 pytestmark = pytest.mark.ranks
 
 STATES = ("exp_avg", "exp_avg_sq")
-FINISH = tensors.Writer.finish
+FINISH = writer.Writer.finish
 
 
 def held_back(event: threading.Event) -> Any:
     """A ``Writer.finish`` that waits, so that training is certain to go on before anything is written."""
 
-    def finish(writer: Any) -> Any:
+    def finish(one: Any) -> Any:
         assert event.wait(60)
-        return FINISH(writer)
+        return FINISH(one)
 
     return finish
 
@@ -59,7 +59,7 @@ def while_training(rank: int, world: int, folder: str, nvme: str) -> list[str]:
         truth = everything(engine, STATES)
         engine.save(place, "sync")
         go = threading.Event()
-        tensors.Writer.finish = held_back(go)  # type: ignore[method-assign]
+        writer.Writer.finish = held_back(go)  # type: ignore[method-assign]
         assert engine.save(place, "async", {"rank": rank}, asynchronous=True, keep_last=1) == str(place / "async")
         steps(engine, "mlp", rank, world, range(2, 4))
         random.random(), np.random.rand(), torch.rand(1)
@@ -68,7 +68,7 @@ def while_training(rank: int, world: int, folder: str, nvme: str) -> list[str]:
         dist.barrier()
         go.set()
         loaded = engine.load(place)  # waits for it
-        tensors.Writer.finish = FINISH  # type: ignore[method-assign]
+        writer.Writer.finish = FINISH  # type: ignore[method-assign]
         if loaded.path != str(place / "async") or loaded != {"rank": rank}:
             wrong.append(f"{name}: loaded {loaded.path} with {dict(loaded)}")
         wrong += [f"{name}: {key}" for key in unequal(truth, everything(engine, STATES))]
@@ -101,12 +101,12 @@ def errors(rank: int, world: int, folder: str) -> dict[str, str]:
     engine.save(folder, "good")
 
     def fail(victim: int, tag: str) -> None:
-        tensors.Writer.finish = no_space if rank == victim else FINISH  # type: ignore[method-assign,assignment]
+        writer.Writer.finish = no_space if rank == victim else FINISH  # type: ignore[method-assign,assignment]
         engine.save(folder, tag, asynchronous=True)
         thread = engine._saves._thread
         assert thread is not None
         thread.join(60)
-        tensors.Writer.finish = FINISH  # type: ignore[method-assign]
+        writer.Writer.finish = FINISH  # type: ignore[method-assign]
 
     fail(1, "step")
     if rank == 1:  # hears of it after the step
@@ -175,15 +175,15 @@ def test_what_cannot_be_asked_for(tmp_path: Path) -> None:
 
 AT_THE_END = """
     import sys, time, torch, onecopy
-    from onecopy.checkpoint import tensors
+    from onecopy.checkpoint import writer
 
-    finish = tensors.Writer.finish
-    def slow(writer):
+    finish = writer.Writer.finish
+    def slow(one):
         time.sleep(0.5)
-        if "bad" in writer._file.name:
+        if "bad" in str(one.path):
             raise OSError(28, "No space left on device")
-        return finish(writer)
-    tensors.Writer.finish = slow
+        return finish(one)
+    writer.Writer.finish = slow
     for name in ("good", "bad"):
         engine = onecopy.initialize(torch.nn.Linear(3, 3), onecopy.stage(1), optimizer=torch.optim.AdamW)
         engine.save(f"{sys.argv[1]}/{name}", "tag", asynchronous=True)

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import onecopy
-from onecopy.checkpoint import tensors
+from onecopy.checkpoint import reader
 from onecopy.plan.plan import Precision
 from tests.ranks import models
 from tests.ranks.checkpoints import SMALL, adamw, everything, refusal, start, steps, unequal
@@ -296,18 +296,18 @@ def reads(rank: int, world: int, folder: str, dtype: str | None) -> dict[str, in
     first = start("even", plans["stage 2"])
     steps(first, "even", rank, world, range(1))
     first.save(folder)
-    real = tensors.Reader.read
+    real = reader.Reader.read
     for name, plan in plans.items():
         engine, count = start("even", plan), 0
 
-        def counted(reader: Any, span: Any, start: int, stop: int, out: Tensor) -> None:
+        def counted(one: Any, span: Any, start: int, stop: int, out: Tensor) -> None:
             nonlocal count
             count += stop - start
-            real(reader, span, start, stop, out)
+            real(one, span, start, stop, out)
 
-        tensors.Reader.read = counted  # type: ignore[method-assign]
+        reader.Reader.read = counted  # type: ignore[method-assign]
         engine.load(folder)
-        tensors.Reader.read = real  # type: ignore[method-assign]
+        reader.Reader.read = real  # type: ignore[method-assign]
         out[name] = count
     return out
 

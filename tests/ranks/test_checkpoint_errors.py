@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 
 import onecopy
+from onecopy.checkpoint import reader
 from onecopy.checkpoint import save as saving
-from onecopy.checkpoint import tensors
 from onecopy.checkpoint.store import complete_tags
 from tests.ranks import models
 from tests.ranks.checkpoints import SMALL, everything, refusal, start, steps, unequal
@@ -132,13 +132,13 @@ def full_disk(rank: int, world: int, folder: str) -> list[str]:
 
 def failing_read(engine: Any, folder: str, rank: int) -> None:
     """A disk that breaks on rank 1 while the weights are being read."""
-    real = tensors.Reader.read
+    real = reader.Reader.read
     try:
         if rank == 1:
-            tensors.Reader.read = lambda *_: (_ for _ in ()).throw(OSError(5, "Input/output error"))  # type: ignore
+            reader.Reader.read = lambda *_: (_ for _ in ()).throw(OSError(5, "Input/output error"))  # type: ignore
         engine.load(folder)
     finally:
-        tensors.Reader.read = real  # type: ignore[method-assign]
+        reader.Reader.read = real  # type: ignore[method-assign]
 
 
 def test_a_disk_that_fails_on_one_rank(tmp_path: Path) -> None:

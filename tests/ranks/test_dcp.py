@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed import checkpoint
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.fsdp import fully_shard
 
 import onecopy
@@ -67,6 +67,9 @@ def fsdp(rank: int, world: int, top: str, resume: bool) -> list[float]:
     weights, states = get_state_dict(model, made)
     saved = {"model": weights, "optim": states, "loop": {"epoch": 2, "strange": torch.ones(3)}}
     checkpoint.save(saved, checkpoint_id=f"{top}/fsdp")
+    weights, states = get_state_dict(model, made, options=StateDictOptions(flatten_optimizer_state_dict=True))
+    checkpoint.save({"app": {"model": weights, "optim": states}}, checkpoint_id=f"{top}/flat")
+    checkpoint.save({**weights, "optimizer": states, "train": {"step": torch.tensor(3)}}, checkpoint_id=f"{top}/titan")
     if rank == 0:
         unclear = {"a": {"x": torch.ones(2)}, "b": {"y": torch.ones(2)}}
         checkpoint.save(unclear, checkpoint_id=f"{top}/unclear", no_dist=True)
@@ -94,8 +97,15 @@ def test_fsdp_goes_on_here_and_back(tmp_path: Path) -> None:
     def close(losses: list[float]) -> bool:
         return max(abs(a - b) for a, b in zip(losses, expected[3:], strict=True)) < CLOSE
 
-    for world, number in ((1, 0), (2, 3), (4, 2)):
-        assert close(run_ranks(ours, world, top, "fsdp", number)[0]), world
+    for world, number, folder in ((1, 0, "fsdp"), (2, 3, "fsdp"), (4, 2, "fsdp"), (2, 1, "flat"), (2, 2, "titan")):
+        assert close(run_ranks(ours, world, top, folder, number)[0]), (world, folder)
+    nested = open_source(tmp_path / "fsdp").manifest.optimizer
+    for folder in ("flat", "titan"):
+        flat = open_source(tmp_path / folder).manifest.optimizer
+        assert flat is not None and nested is not None
+        assert [(set(group.params), group.options["weight_decay"]) for group in flat.groups] == [
+            (set(group.params), group.options["weight_decay"]) for group in nested.groups
+        ]
     notes = open_source(tmp_path / "fsdp").manifest.plan["notes"]
     assert any("does not say which tensors are buffers" in note for note in notes), notes
     assert "left out: tensor 'loop.strange'" in notes

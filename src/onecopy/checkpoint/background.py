@@ -19,18 +19,17 @@ from typing import Any
 
 import psutil  # type: ignore[import-untyped]
 import torch
-from torch import Tensor
 from torch.distributed import distributed_c10d
 
 from onecopy.checkpoint.format import FileRecord
-from onecopy.checkpoint.tensors import Writer
+from onecopy.checkpoint.writer import Writer
 from onecopy.comm import meeting, watch
 from onecopy.errors import CheckpointError, OneCopyError
-from onecopy.tiers.blocks import NEW_ENGINE
+from onecopy.tiers.blocks import NEW_ENGINE, Memory
+from onecopy.tiers.scratch import page_memory
 
 __all__ = ["Job", "Saves", "check_memory"]
 
-_ALIGN = 64  # bytes
 _LEAST_PATIENCE = 30.0  # seconds
 
 
@@ -139,7 +138,7 @@ class Saves:
     def __init__(self) -> None:
         self._job: Job | None = None
         self._thread: threading.Thread | None = None
-        self._buffer: Tensor | None = None
+        self._memory: Memory | None = None
         self._untold: list[str] = []
         # The folder of the newest checkpoint that this engine is known to have saved or loaded.
         self.last = ""
@@ -150,23 +149,17 @@ class Saves:
 
     def stage(self, writer: Writer, device: torch.device) -> None:
         """Copy what ``writer`` has left to write, so that training may change it."""
-        sizes = [-(-tensor.numel() * tensor.element_size() // _ALIGN) * _ALIGN for tensor in writer.left]
-        if self._buffer is None or self._buffer.numel() < sum(sizes):
-            self._buffer = None  # before there is another
-            self._buffer = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=device.type != "cpu")
-        copies: list[Any] = []
-        for tensor, room in zip(writer.left, self._buffer[: sum(sizes)].split(sizes), strict=True):
-            assert isinstance(tensor, Tensor)
-            copy = room[: tensor.numel() * tensor.element_size()].view(tensor.dtype).view(tensor.shape)
-            copies.append(copy.copy_(tensor.detach(), non_blocking=True))
+        if self._memory is None or self._memory.size < writer.rest:
+            self._memory = None  # before there is another
+            self._memory = _pinned(writer.rest) if device.type != "cpu" else _paged(writer.rest)
+        writer.stage(self._memory)
         if device.type != "cpu":
             torch.accelerator.current_stream().synchronize()
-        writer.left = copies
 
     @property
     def room(self) -> int:
         """Bytes of copies that there is memory for already."""
-        return self._buffer.numel() if self._buffer is not None else 0
+        return self._memory.size if self._memory is not None else 0
 
     def start(self, job: Job) -> None:
         """Let ``job`` run beside training. The interpreter does not end before it has."""
@@ -207,7 +200,15 @@ class Saves:
 
     def release(self) -> None:
         """Give the memory of copies back."""
-        self._buffer = None
+        self._memory = None
+
+
+def _paged(size: int) -> Memory:
+    return Memory(size, memoryview(page_memory(size, forked=True)))
+
+
+def _pinned(size: int) -> Memory:
+    return Memory(size, torch.empty(size, dtype=torch.uint8, pin_memory=True).numpy().data)
 
 
 def _run(job: Job, untold: list[str], at_end: weakref.finalize[..., Saves]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -12,7 +13,8 @@ from torch import Tensor
 from onecopy.checkpoint.format import Parameter, SaveRecord, Span, State, Stored, file_of
 from onecopy.checkpoint.sources import OURS, Source
 from onecopy.checkpoint.store import Draft, check_tag
-from onecopy.checkpoint.tensors import Later, file_bytes, write_tensors
+from onecopy.checkpoint.tensors import Later, file_bytes
+from onecopy.checkpoint.writer import write_tensors
 from onecopy.errors import CheckpointError
 
 __all__ = ["convert"]
@@ -78,6 +80,7 @@ def convert(source: Source, directory: Path, tag: str | None, optimizer_states: 
     buffers = {name: writing.stored(f"{name}/buffer", stored) for name, stored in manifest.buffers.items()}
     draft = Draft(directory, named)
     nonce = draft.open(file_bytes(writing.tensors))
+    draft = replace(draft, nonce=nonce)
     try:
         record = write_tensors(draft.folder / file_of(0), writing.tensors)
         plan = {key: value for key, value in manifest.plan.items() if key != "source"} | {"converted from": source.kind}

@@ -13,7 +13,7 @@ import json
 import math
 import pickle
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -190,6 +190,9 @@ class DcpReader:
         self.check_file(source.file)
         if at + length > self.sizes[source.file]:
             raise CheckpointError(f"{self.folder / source.file} is damaged: it ends before byte {at + length}")
+
+    def expect(self, ranges: Iterable[tuple[Span, int, int]]) -> None:
+        """Nothing is read ahead here."""
 
     def read(self, span: Span, start: int, stop: int, out: Tensor) -> None:
         """Fill ``out``, flat, with elements ``[start, stop)`` of the parameter, which ``span`` has. The piece it is in is

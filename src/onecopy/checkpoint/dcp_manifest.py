@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from onecopy.checkpoint.dcp import INDEX, DcpReader, Tree, files_of, read_index
-from onecopy.checkpoint.foreign import Hints, bare, kind_of, options_of
+from onecopy.checkpoint.foreign import OPTIONS, Hints, bare, kind_of, options_of
 from onecopy.checkpoint.format import (
     VERSION,
     Group,
@@ -27,7 +27,10 @@ __all__ = ["KIND", "describe", "is_one"]
 
 KIND = "dcp"
 _MODELS = ("model", "module", "state_dict", "model_state_dict")
+_PARTS = ("state", "param_groups")
 _BUFFERS = ("running_mean", "running_var", "num_batches_tracked", "inv_freq")
+
+_READ = frozenset((*OPTIONS, "params", "decoupled_weight_decay"))
 
 Path_ = tuple[str, ...]
 
@@ -43,12 +46,12 @@ def describe(folder: Path, hints: Hints) -> Manifest:
     Raises :class:`CheckpointError` for an index that is damaged, files that are missing, and where it cannot be said what the
     model's weights are.
     """
-    tree = read_index(folder)
+    tree = _nested(read_index(folder))
     files = files_of(folder, tree)
     reader = DcpReader(folder, {name: record.bytes for name, record in files.items()})
     optimizer, model = _optimizer_root(folder, tree), _model_root(folder, tree, hints)
     names = {bare(path[-1]): path for path in tree.tensors if path[:-1] == model and not _under(path, optimizer)}
-    options = _groups(tree, reader, optimizer) if optimizer is not None and hints.optimizer_states else []
+    options = _groups(tree, reader, optimizer, hints) if optimizer is not None and hints.optimizer_states else []
     states = _states(tree, optimizer, hints) if options else {}
     parameters, buffers = _weights(tree, names, states, hints)
     parameters = {name: _with_states(record, tree, states, reader) for name, record in parameters.items()}
@@ -75,23 +78,36 @@ def describe(folder: Path, hints: Hints) -> Manifest:
     )
 
 
+def _nested(tree: Tree) -> Tree:
+    """``tree`` with the paths taken apart that ``flatten_optimizer_state_dict`` joins: ``state.NAME.KEY`` and
+    ``param_groups.NAME.KEY``, options of each parameter in the place of groups."""
+    named = {
+        (*path[:-1], path[-1].removeprefix("param_groups.").rpartition(".")[0])
+        for path in (*tree.values, *tree.tensors)
+        if path[-1].startswith("param_groups.")
+    }
+
+    def apart(path: Path_) -> Path_:
+        kind, _, rest = path[-1].partition(".")
+        name, _, key = rest.rpartition(".")
+        return (*path[:-1], kind, name, key) if kind in _PARTS and (*path[:-1], name) in named else path
+
+    return Tree(
+        {apart(path): found for path, found in tree.tensors.items()}, {apart(path): at for path, at in tree.values.items()}
+    )
+
+
 def _under(path: Path_, root: Path_ | None) -> bool:
     """Is the leaf one of an optimizer's state dict at ``root``?"""
     if root is None or path[: len(root)] != root or len(path) == len(root):
         return False
-    return path[len(root)].split(".")[0] in ("state", "param_groups")
+    return path[len(root)] in _PARTS
 
 
 def _optimizer_root(folder: Path, tree: Tree) -> Path_ | None:
     roots = {path[: path.index("param_groups")] for path in (*tree.values, *tree.tensors) if "param_groups" in path}
     if len(roots) > 1:
         raise CheckpointError(f"{folder} has {len(roots)} optimizers, at {_list(roots)}; one is read here")
-    flat = [path for path in (*tree.values, *tree.tensors) if path[-1].startswith("param_groups.")]
-    if flat and not roots:
-        raise CheckpointError(
-            f"{folder} has its optimizer flattened (at {'.'.join(flat[0])}); save it without "
-            "flatten_optimizer_state_dict, or load weights alone: optimizer_states=False"
-        )
     return next(iter(roots), None)
 
 
@@ -100,6 +116,9 @@ def _model_root(folder: Path, tree: Tree, hints: Hints) -> Path_:
     root = optimizer[0] if optimizer else None
     found = {path[:-1] for path in tree.tensors if not _under(path, root)}
     known = {name for names in hints.names for name in names}
+    if root is not None and not known:  # the optimizer's parameters are some of the model's
+        depth = len(root)
+        known = {bare(path[depth + 1]) for path in tree.tensors if path[: depth + 1] == (*root, "state")}
     if len(found) > 1 and known:
         fits = {path[:-1] for path in tree.tensors if path[:-1] in found and bare(path[-1]) in known}
         found = fits or found
@@ -116,17 +135,32 @@ def _list(paths: set[Path_]) -> str:
     return ", ".join(repr(".".join(path)) for path in sorted(paths))
 
 
-def _groups(tree: Tree, reader: DcpReader, root: Path_) -> list[dict[str, Any]]:
+def _groups(tree: Tree, reader: DcpReader, root: Path_, hints: Hints) -> list[dict[str, Any]]:
     """The optimizer's groups with their options and ``params``."""
     depth = len(root)
-    groups: dict[int, dict[str, Any]] = {}
-    for path, piece in tree.values.items():
-        if path[: depth + 1] == (*root, "param_groups"):
-            groups.setdefault(int(path[depth + 1]), {})[path[depth + 2]] = reader.value(piece)
-    for path in tree.tensors:
-        if path[: depth + 1] == (*root, "param_groups"):
-            groups.setdefault(int(path[depth + 1]), {})[path[depth + 2]] = reader.whole(tree.stored(path)).clone()
-    return [groups[at] for at in sorted(groups)]
+    groups: dict[str, dict[str, Any]] = {}
+    for path in (*tree.values, *tree.tensors):
+        if path[: depth + 1] == (*root, "param_groups") and path[depth + 2] in _READ:
+            value = reader.value(tree.values[path]) if path in tree.values else reader.whole(tree.stored(path)).clone()
+            groups.setdefault(path[depth + 1], {})[path[depth + 2]] = value
+    if all(name.isdigit() for name in groups):
+        return [groups[name] for name in sorted(groups, key=int)]
+    return _grouped(groups, hints)
+
+
+def _grouped(options: Mapping[str, dict[str, Any]], hints: Hints) -> list[dict[str, Any]]:
+    """Groups of an optimizer of which each parameter's options are known: those of the engine where they fit, else one for
+    all parameters with the same options."""
+    first = {alias: names[0] for names in hints.names for alias in names}
+    saved = {first.get(bare(name), bare(name)): name for name in options}
+    ours = [[saved[name] for name in group if name in saved] for group in hints.groups or ()]
+    fits = all(repr(options[name]) == repr(options[names[0]]) for names in ours for name in names)
+    if not fits or not all(ours) or sum(map(len, ours)) < len(options):
+        alike: dict[str, list[str]] = {}
+        for name, said in options.items():
+            alike.setdefault(repr(sorted(said.items())), []).append(name)
+        ours = list(alike.values())
+    return [{**options[names[0]], "params": names} for names in ours]
 
 
 def _states(tree: Tree, root: Path_ | None, hints: Hints) -> dict[str, dict[str, Path_]]:

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import MetadataIndex
@@ -72,6 +73,10 @@ def to_dcp(source: Source, out: Path, optimizer_states: bool = True) -> str:
         if out.exists():
             out.rmdir()
         hidden.rename(out)
+    except CheckpointException as error:  # torch's, which is no Exception
+        causes = [cause for cause, _ in error.failures.values()]
+        ours = next((cause for cause in causes if isinstance(cause, CheckpointError)), None)
+        raise ours or CheckpointError(f"{out} cannot be written: {causes[0]}") from error
     finally:
         source.reader.close()
         if hidden.exists():

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from onecopy.checkpoint.beside import adapter_files, model_files
+from onecopy.checkpoint.companions import adapter_files, model_files
 from onecopy.checkpoint.format import decode, dtype_name
 from onecopy.checkpoint.modules import extra_modules, persistent_buffers
 from onecopy.checkpoint.recorded import describe

@@ -8,9 +8,9 @@ from typing import Any
 
 from onecopy.checkpoint.format import encode
 
-__all__ = ["Hints", "bare", "kind_of", "options_of"]
+__all__ = ["OPTIONS", "Hints", "bare", "kind_of", "options_of"]
 
-_OPTIONS = (
+OPTIONS = (
     "lr", "initial_lr", "betas", "eps", "weight_decay", "amsgrad", "maximize", "momentum", "dampening", "nesterov", "alpha",
     "centered", "lr_decay",
 )  # fmt: skip
@@ -40,7 +40,7 @@ def bare(name: str) -> str:
 
 def options_of(group: Mapping[str, Any], at: int) -> dict[str, Any]:
     """The options of an optimizer group that say what a step is."""
-    return {key: encode(group[key], f"option {key!r} of group {at}") for key in _OPTIONS if key in group}
+    return {key: encode(group[key], f"option {key!r} of group {at}") for key in OPTIONS if key in group}
 
 
 def kind_of(states: set[str], options: Mapping[str, Any], said: str) -> str:

@@ -193,6 +193,13 @@ class Manifest(_Record):
     save: SaveRecord = SaveRecord()
 
     @property
+    def unverified(self) -> str:
+        """A word for people where it has no checksums of its files; empty where it has."""
+        if all(record.crc32 for record in self.files.values()):
+            return ""
+        return "an earlier version wrote it without checksums, so its bytes could not be verified"
+
+    @property
     def model(self) -> dict[str, Any]:
         """What the model said of itself, see :func:`onecopy.checkpoint.recorded.describe`."""
         said: dict[str, Any] = self.plan.get("model", {})
@@ -219,13 +226,21 @@ def _check_seal(text: str, path: str) -> None:
         raise CheckpointError(f"{path} is damaged: its checksum is {found}, {sealed[1]} was written")
 
 
+def _is_early(raw: Any) -> bool:
+    """Was it written before there were checksums? One flipped bit cannot make a later one look like it, as that has them of
+    its files, too."""
+    files = raw.get("files") if isinstance(raw, dict) and "checksum" not in raw else None
+    return isinstance(files, dict) and bool(files) and all(set(record) == {"bytes"} for record in files.values())
+
+
 def parse(text: str, path: str) -> Manifest:
     """The manifest that ``text`` is. Raises :class:`CheckpointError` naming ``path``."""
     try:
         raw = json.loads(text)
     except ValueError as error:
         raise CheckpointError(f"{path} is damaged: it is not JSON ({error})") from error
-    _check_seal(text, path)
+    if not _is_early(raw):
+        _check_seal(text, path)
     version = raw.get("format") if isinstance(raw, dict) else None
     if not isinstance(version, int):
         raise CheckpointError(f"{path} is no manifest of a checkpoint: it has no format number")

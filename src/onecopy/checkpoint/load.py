@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 import warnings
+from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -55,6 +56,7 @@ class Loaded(dict[str, Any]):
     differences: Differences
 
 
+@torch.inference_mode(False)  # or what is made here could not be trained on
 def load(
     engine: Engine, directory: str | os.PathLike[str], tag: str | None, wanted: Wanted, patience: float | None
 ) -> Loaded:
@@ -70,7 +72,7 @@ def load(
     if not found.foreign:  # of another library's files, every rank checks those that it reads
         meeting.together(lambda: _check_same(folder, found))
     manifest = meeting.together(lambda: parse(found.text, str(folder / MANIFEST)))
-    with closing(sources.reader_for(folder, manifest)) as reader:
+    with closing(sources.reader_for(folder, manifest, _alone(engine._core))) as reader:
         loading = meeting.together(lambda: Loading(engine, manifest, reader, groups, wanted))
         try:
             meeting.together(loading.read)
@@ -83,7 +85,7 @@ def load(
     loaded.path, loaded.differences = str(folder), loading.match.differences
     engine._saves.last = loaded.path
     if meeting.my_rank() == 0:
-        _tell(folder, found, loaded.differences)
+        _tell(folder, found, manifest, loaded.differences)
     return loaded
 
 
@@ -95,11 +97,19 @@ def _hints(engine: Engine, groups: list[list[str]], wanted: Wanted) -> Hints:
     return Hints(names, buffers, tuple(map(tuple, groups)), states)
 
 
-def _tell(folder: Path, found: store.Found, differences: Differences) -> None:
+def _alone(core: Core) -> bool:
+    """Does each rank read what no other one reads? Otherwise the page cache saves the disk from reading it again."""
+    mesh = core.ranks.mesh
+    every = [weights for unit in core.run.units for weights in unit.weights]
+    return mesh.world == 1 or (mesh.across == 1 and all(weights.away for weights in every))
+
+
+def _tell(folder: Path, found: store.Found, manifest: Manifest, differences: Differences) -> None:
     if differences.any():
         warnings.warn(f"loaded {folder} with differences: {differences}", stacklevel=4)
-    if found.notes:
-        warnings.warn(f"loaded {folder}; {'; '.join(found.notes)}", stacklevel=4)
+    notes = [*found.notes, *filter(None, [manifest.unverified if not found.foreign else ""])]
+    if notes:
+        warnings.warn(f"loaded {folder}; {'; '.join(notes)}", stacklevel=4)
 
 
 def _check_same(folder: Path, found: store.Found) -> None:
@@ -181,18 +191,24 @@ class Loading:
 
     def _check_sources(self) -> None:
         """Look up every range that this rank is going to read."""
+        for record, what, state, start, stop in self._ranges():
+            self._check_range(record, what, state, start, stop)
+        for stored in self.match.buffers.values():
+            self.reader.check(stored, stored.shape, stored.dtype)
+
+    def _ranges(self) -> Iterator[tuple[Parameter, str, State, int, int]]:
+        """What this rank is going to read, in the order of :meth:`read`: elements [start, stop) of a state."""
         for weights in self._buffers():
             for slot in self._slots(weights):
                 record = self.match.parameters[slot.param.name]
                 for target in self._targets(weights):
                     part = slot.local(target.low, target.high)
                     if part is not None:
-                        self._check_range(record, "weight", record.weight, part[0] - slot.start, part[1] - slot.start)
-                for piece in self._pieces(slot):
-                    for key, state in record.moments.items():
-                        self._check_range(record, key, state, piece.offset, piece.offset + piece.numel)
-        for stored in self.match.buffers.values():
-            self.reader.check(stored, stored.shape, stored.dtype)
+                        yield record, "weight", record.weight, part[0] - slot.start, part[1] - slot.start
+            for piece in self._pieces(weights):
+                record = self.match.parameters[piece.home.name]
+                for key, state in record.moments.items():
+                    yield record, key, state, piece.offset, piece.offset + piece.numel
 
     def _check_range(self, record: Parameter, what: str, state: State, start: int, stop: int) -> None:
         try:
@@ -225,20 +241,20 @@ class Loading:
             targets += [_Target(a, b, full, a) for a, b in ((0, low), (high, full.numel())) if a < b]
         return targets
 
-    def _pieces(self, slot: Slot) -> list[Piece]:
-        """What this rank steps of the parameter, when its optimizer states are to be loaded."""
-        name = slot.param.name
-        if not self.optimizer_states or self.core.tiles is None or name not in self.match.stepped:
+    def _pieces(self, weights: Weights) -> list[Piece]:
+        """What this rank steps of a buffer, where its optimizer states are to be loaded."""
+        if not self.optimizer_states or self.core.tiles is None:
             return []
-        if name not in self.match.parameters:
-            return []
-        return self.core.tiles.of_param.get(name, [])
+        known = self.match.parameters.keys() & self.match.stepped
+        tiles = self.core.tiles.pieces.get(weights, [])
+        return [piece for pieces in tiles for piece in pieces if piece.home.name in known]
 
     # Reading
 
     def read(self) -> None:
         """Fill weights, master weights, moments and buffers."""
         self.core.gathering.release_all()
+        self.reader.expect(span for _, _, state, start, stop in self._ranges() for span in state.covering(start, stop))
         with torch.no_grad(), self.core.run.writing():
             for weights in self._buffers():
                 weights.notice_writes()  # or the next step would take what somebody wrote before for newer than this
@@ -291,9 +307,10 @@ class Loading:
         tiles = self.core.tiles
         if tiles is None:
             return
+        wanted = set(self._pieces(weights))
         for pieces in tiles.pieces.get(weights, []):
-            wanted = [piece for piece in pieces if piece in self._pieces(piece.home.slot)]
-            tiles.store({piece: self._moments(piece, self.match.parameters[piece.home.name]) for piece in wanted})
+            here = [piece for piece in pieces if piece in wanted]
+            tiles.store({piece: self._moments(piece, self.match.parameters[piece.home.name]) for piece in here})
 
     def _moments(self, piece: Piece, record: Parameter) -> dict[str, Any]:
         """The optimizer's state of ``piece``."""

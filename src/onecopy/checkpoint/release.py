@@ -89,12 +89,16 @@ class _File:
         described = [(entry.key, entry.dtype, entry.shape) for entry in entries]
         header, self.starts, self.size = header_of(described, metadata)
         self.descriptor = os.open(path, os.O_CREAT | os.O_TRUNC | os.O_WRONLY, 0o666)
-        _write(self.descriptor, memoryview(header), 0)
-        os.truncate(self.descriptor, self.size)
+        try:
+            _write(self.descriptor, memoryview(header), 0)
+            os.truncate(self.descriptor, self.size)
+        except OSError:
+            self.discard()
+            raise
 
     def put(self, entry: Entry, values: Tensor, start: int) -> None:
         if values.numel():
-            flat = values.detach().to("cpu", entry.dtype).contiguous().reshape(-1)
+            flat = values.detach().resolve_conj().resolve_neg().to("cpu", entry.dtype).contiguous().reshape(-1)
             at = self.starts[entry.key] + start * entry.dtype.itemsize
             _write(self.descriptor, flat.view(torch.uint8).numpy().data, at)
 
@@ -103,6 +107,13 @@ class _File:
             os.fsync(self.descriptor)
             os.close(self.descriptor)
             self.descriptor = -1
+
+    def discard(self) -> None:
+        """Remove it as it is."""
+        if self.descriptor >= 0:
+            os.close(self.descriptor)
+            self.descriptor = -1
+        self.path.unlink(missing_ok=True)
 
 
 def _write(descriptor: int, data: memoryview, at: int) -> None:
@@ -195,10 +206,7 @@ class Release:
     def discard(self) -> None:
         """Remove what is written so far."""
         for file in self._open.values():
-            if file.descriptor >= 0:
-                os.close(file.descriptor)
-                file.descriptor = -1
-            file.path.unlink(missing_ok=True)
+            file.discard()
         for name in self.folders:
             if name not in ("", ".") and (self.out / name).is_dir() and not any((self.out / name).iterdir()):
                 (self.out / name).rmdir()

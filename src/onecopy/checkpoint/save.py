@@ -15,7 +15,7 @@ import hashlib
 import json
 import os
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -47,7 +47,8 @@ from onecopy.checkpoint.format import (
 from onecopy.checkpoint.modules import extra_modules, persistent_buffers
 from onecopy.checkpoint.recorded import describe
 from onecopy.checkpoint.store import Draft, check_tag, prune
-from onecopy.checkpoint.tensors import Later, Writer, file_bytes, part_of, write_tensors
+from onecopy.checkpoint.tensors import Later, file_bytes, part_of
+from onecopy.checkpoint.writer import Writer, write_tensors
 from onecopy.comm import meeting
 from onecopy.engine.weights import Weights
 from onecopy.errors import CheckpointError
@@ -118,19 +119,20 @@ def save(engine: Engine, directory: str | os.PathLike[str], tag: str | None, wis
     meeting.same("the tag of the checkpoint", named)
     meeting.same("how to save (latest, keep_last, asynchronous)", (wish.latest, wish.keep_last, wish.asynchronous))
     prepared = meeting.together(lambda: _prepare(engine, named, wish))
-    draft = Draft(Path(directory), named)
+    draft = Draft(Path(directory).absolute(), named)  # the program may be elsewhere when it is written
     size = _size(engine, prepared, wish.asynchronous)
     _note_client(prepared)
     nonce = meeting.from_rank0(lambda: draft.open(size))
+    draft = replace(draft, nonce=nonce)
     plans: list[Manifest] = []  # on rank 0: the manifest but for the files
     try:
-        meeting.together(lambda: draft.check_shared(nonce))
+        meeting.together(draft.check_shared)
         shares = meeting.collect(prepared.share)
         meeting.from_rank0(lambda: plans.append(_manifest(engine, prepared, shares, nonce, wish.latest)))
         if wish.asynchronous:
             job = meeting.together(lambda: _begin(engine, draft, prepared, _Finish(draft, plans, wish, nonce)))
             engine._saves.start(job)
-            return str(draft.target)
+            return str(Path(directory) / named)
         path = draft.folder / file_of(meeting.my_rank())
         records = meeting.collect(meeting.together(lambda: write_tensors(path, prepared.tensors)))
         meeting.from_rank0(lambda: draft.commit(_with_files(plans[0], records)))
@@ -138,7 +140,7 @@ def save(engine: Engine, directory: str | os.PathLike[str], tag: str | None, wis
         meeting.from_rank0(draft.discard)
         raise
     meeting.from_rank0(lambda: _make_newest(draft, wish))
-    engine._saves.last = str(draft.target)
+    engine._saves.last = str(Path(directory) / named)
     return engine._saves.last
 
 
@@ -185,9 +187,9 @@ def _size(engine: Engine, prepared: Prepared, asynchronous: bool) -> int:
     """Bytes of all tensor files. Collective; raises :class:`CheckpointError` where copies of them need memory that is not
     there."""
     size = file_bytes(prepared.tensors)
-    kept = [tensor for _, tensor in prepared.tensors if not isinstance(tensor, Later)]
-    staged = sum(tensor.numel() * tensor.element_size() for tensor in kept) - engine._saves.room
-    return check_memory(size, max(staged, 0) if asynchronous else 0)
+    later = sum(tensor.numel() * tensor.element_size() for _, tensor in prepared.tensors if isinstance(tensor, Later))
+    staged = max(size - later - engine._saves.room, 0) if asynchronous else 0
+    return check_memory(size, staged)
 
 
 def check_at_rest(engine: Engine, what: str) -> None:

@@ -7,7 +7,7 @@ exported and converted by the code that does it with our own, and each rank read
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -19,7 +19,7 @@ from onecopy.checkpoint import dcp_manifest, deepspeed, store
 from onecopy.checkpoint.dcp import DcpReader
 from onecopy.checkpoint.foreign import Hints
 from onecopy.checkpoint.format import MANIFEST, Manifest, Span, State, Stored, parse
-from onecopy.checkpoint.tensors import Reader
+from onecopy.checkpoint.reader import Reader
 from onecopy.checkpoint.torchfiles import TorchReader
 from onecopy.errors import CheckpointError
 
@@ -38,6 +38,9 @@ class Ranges(Protocol):
 
     def check(self, source: Span | Stored, shape: Sequence[int], dtype: str) -> None:
         """Raise :class:`CheckpointError` unless what ``source`` names is there, with that many elements of that dtype."""
+
+    def expect(self, ranges: Iterable[tuple[Span, int, int]]) -> None:
+        """These will be read, in this order, as (span, start, stop): whoever can do so reads them ahead."""
 
     def read(self, span: Span, start: int, stop: int, out: Tensor) -> None:
         """Fill ``out``, flat, with elements ``[start, stop)`` of the parameter, which ``span`` has."""
@@ -65,7 +68,7 @@ class Source:
     @property
     def checksums(self) -> bool:
         """Does it have checksums of its files?"""
-        return self.kind == OURS
+        return self.kind == OURS and not self.manifest.unverified
 
     def values(self, chunk: int) -> Iterator[tuple[str, Tensor, int]]:
         """The parameters' values by first name, at most ``chunk`` elements at once, and the element each begins at."""
@@ -78,6 +81,7 @@ class Source:
             spans = list(state.covering(0, numel))
         except ValueError as error:
             raise CheckpointError(f"{self.folder / MANIFEST} is damaged: {error}") from error
+        self.reader.expect(spans)
         for span, low, high in spans:
             for start in range(low, high, chunk):
                 stop = min(start + chunk, high)
@@ -86,10 +90,10 @@ class Source:
                 yield part, start
 
 
-def reader_for(folder: Path, manifest: Manifest) -> Ranges:
-    """A reader of the files that ``manifest`` names."""
+def reader_for(folder: Path, manifest: Manifest, alone: bool = True) -> Ranges:
+    """A reader of the files that ``manifest`` names. ``alone``: nobody else on this host reads the same ranges."""
     if "source" not in manifest.plan:
-        return Reader(folder, manifest.files)
+        return Reader(folder, manifest.files, direct=alone)
     sizes = {name: record.bytes for name, record in manifest.files.items()}
     return DcpReader(folder, sizes) if manifest.plan["source"] == dcp_manifest.KIND else TorchReader(folder, sizes)
 
@@ -134,9 +138,10 @@ def open_source(path: Path, tag: str | None = None, optimizer_states: bool = Tru
         found = store.Found(path, (path / MANIFEST).read_text(encoding="utf-8"))
     else:
         found = find(path, tag, Hints(optimizer_states=optimizer_states))
-    if found.notes and not found.foreign:
-        warnings.warn(f"reading {found.folder}; {'; '.join(found.notes)}", stacklevel=2)
     manifest = parse(found.text, str(found.folder / MANIFEST))
+    notes = [] if found.foreign else [*found.notes, *filter(None, [manifest.unverified])]
+    if notes:
+        warnings.warn(f"reading {found.folder}; {'; '.join(notes)}", stacklevel=2)
     reader = reader_for(found.folder, manifest)
     for name in manifest.files if complete else ():
         reader.check_file(name)

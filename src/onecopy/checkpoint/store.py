@@ -3,11 +3,11 @@
 ::
 
     directory/
-        latest                      the tag of the newest checkpoint
-        step00000100/               manifest.json and rank-*.safetensors
-        .step00000200.partial/      being written, or left by a save that was killed
-        .step00000100.replaced/     the former checkpoint of this tag, while a new one takes its place
-        .step00000000.removed/      one that is no longer wanted, while it is removed
+        latest                           the tag of the newest checkpoint
+        step00000100/                    manifest.json and rank-*.safetensors
+        .step00000200.1f9c02ab.partial/  being written, or left by a save that was killed
+        .step00000100.replaced/          the former checkpoint of this tag, while a new one takes its place
+        .step00000000.removed/           one that is no longer wanted, while it is removed
 
 A folder gets a tag's name in one rename, after everything in it is durable; ``latest`` is replaced after that. Whenever
 a save is killed, what ``latest`` names is complete.
@@ -20,11 +20,12 @@ import re
 import secrets
 import shutil
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from onecopy.checkpoint.format import MANIFEST, Manifest, NewerFormatError, parse
-from onecopy.checkpoint.tensors import sync_folder, write_durably, wrong_size
+from onecopy.checkpoint.reader import wrong_size
+from onecopy.checkpoint.tensors import sync_folder, write_durably
 from onecopy.errors import CheckpointError
 
 __all__ = ["POINTER", "Draft", "Found", "check_tag", "complete_tags", "find", "human", "prune"]
@@ -32,6 +33,7 @@ __all__ = ["POINTER", "Draft", "Found", "check_tag", "complete_tags", "find", "h
 POINTER = "latest"
 _TAG = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-+=@]*")
 _NONCE = "meeting-point"
+_SHOWN, _HEX = 8, "[0-9a-f]"  # digits of the nonce in the folder's name
 _SHARED_WITHIN = 5.0  # seconds that a network file system gets to show another machine's new file
 
 
@@ -60,16 +62,18 @@ def check_tag(tag: str) -> None:
 
 @dataclass(frozen=True)
 class Draft:
-    """A checkpoint that is being written: ``folder`` until :meth:`commit` names it ``target``."""
+    """A checkpoint that is being written: ``folder`` until :meth:`commit` names it ``target``. ``nonce``: what
+    :meth:`open` returned; no two saves share a folder."""
 
     directory: Path
     tag: str
+    nonce: str = ""
     # Folders that :meth:`open` made around it, the innermost first.
     made: list[Path] = field(default_factory=list, compare=False)
 
     @property
     def folder(self) -> Path:
-        return self.directory / f".{self.tag}.partial"
+        return self.directory / f".{self.tag}.{self.nonce[:_SHOWN]}.partial"
 
     @property
     def target(self) -> Path:
@@ -97,23 +101,28 @@ class Draft:
         self._settle_former()
         if self.target.exists() and not (self.target / MANIFEST).is_file():
             raise CheckpointError(f"{self.target} is no checkpoint, so it is not replaced; choose another tag")
-        self._remove()
+        for left in self.directory.glob(f".{self.tag}.{_HEX * _SHOWN}.partial"):
+            _remove(left)
         free = shutil.disk_usage(self.directory).free
         if free < size:
             raise CheckpointError(
                 f"no space to save in {self.directory}: the checkpoint needs {human(size)}, {human(free)} are free"
             )
-        self.folder.mkdir()
-        nonce = secrets.token_hex(16)
-        (self.folder / _NONCE).write_text(nonce)
-        return nonce
+        opened = replace(self, nonce=secrets.token_hex(16))
+        try:
+            opened.folder.mkdir()
+            (opened.folder / _NONCE).write_text(opened.nonce)
+        except OSError:
+            _remove(opened.folder)
+            raise
+        return opened.nonce
 
-    def check_shared(self, nonce: str) -> None:
+    def check_shared(self) -> None:
         """Raise :class:`CheckpointError` unless this rank sees the folder that :meth:`open` made."""
         deadline = time.monotonic() + _SHARED_WITHIN
         while True:
             try:
-                if (self.folder / _NONCE).read_text() == nonce:
+                if (self.folder / _NONCE).read_text() == self.nonce:
                     return
             except OSError:
                 pass  # not there (yet): told below
@@ -129,6 +138,11 @@ class Draft:
 
         A former checkpoint with this tag is set aside first and removed last.
         """
+        if not self.folder.exists():
+            raise CheckpointError(
+                f"another save under the tag {self.tag!r} has begun in {self.directory} before this one was done, which is "
+                "given up. Give each its own tag or directory"
+            )
         (self.folder / _NONCE).unlink()
         write_durably(self.folder / MANIFEST, manifest.text())
         sync_folder(self.folder)
@@ -142,37 +156,40 @@ class Draft:
                 os.rename(self.former, self.target)
             raise
         sync_folder(self.directory)
-        if self.former.exists():
-            shutil.rmtree(self.former)
+        _remove(self.former)
 
     def point(self) -> None:
         """From now on this is the newest checkpoint."""
-        new = self.directory / f".{POINTER}.new"
+        new = self.directory / f".{POINTER}.{self.tag}.new"
         write_durably(new, self.tag + "\n")
         os.replace(new, self.directory / POINTER)
         sync_folder(self.directory)
 
     def discard(self) -> None:
         """Remove what is written so far, and the folders that were made for it, as far as nobody else has used them."""
-        self._remove()
+        _remove(self.folder)
         for folder in self.made:
             if folder.is_dir() and not any(folder.iterdir()):
                 folder.rmdir()
-
-    def _remove(self) -> None:
-        if self.folder.exists():
-            shutil.rmtree(self.folder)
 
     def _settle_former(self) -> None:
         """After a save that was killed while it replaced this tag: bring the former back, or finish removing it."""
         if self.former.exists():
             if self.target.exists():
-                shutil.rmtree(self.former)
+                _remove(self.former)
             else:
                 os.rename(self.former, self.target)
 
 
 # Removing
+
+
+def _remove(folder: Path) -> None:
+    """Remove a folder with what is in it, where there is one; of a link to one, the link."""
+    if folder.is_symlink():
+        folder.unlink()
+    elif folder.exists():
+        shutil.rmtree(folder)
 
 
 def prune(directory: Path, keep: int) -> list[str]:
@@ -192,7 +209,9 @@ def prune(directory: Path, keep: int) -> list[str]:
         os.rename(directory / tag, directory / f".{tag}.removed")
     sync_folder(directory)
     for left in (*directory.glob(".*.removed"), *directory.glob(".*.partial")):
-        shutil.rmtree(left)
+        _remove(left)
+    for stale in directory.glob(f".{POINTER}.*.new"):
+        stale.unlink()
     return gone
 
 

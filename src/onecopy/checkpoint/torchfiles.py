@@ -10,7 +10,7 @@ import json
 import math
 import pickle
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -105,6 +105,9 @@ class TorchReader:
                 f"{self.folder / source.file} is damaged: {source.key} is {dtype_name(tensor.dtype)} of shape "
                 f"{tuple(tensor.shape)}, {math.prod(shape)} elements of {dtype} from element {offset} on are wanted"
             )
+
+    def expect(self, ranges: Iterable[tuple[Span, int, int]]) -> None:
+        """Nothing is read ahead here."""
 
     def read(self, span: Span, start: int, stop: int, out: Tensor) -> None:
         """Fill ``out``, flat, with elements ``[start, stop)`` of the parameter, which ``span`` has."""

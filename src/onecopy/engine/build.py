@@ -27,6 +27,7 @@ from onecopy.engine.gradients import Gradients
 from onecopy.engine.hooks import Hooks
 from onecopy.engine.ledger import Ledger
 from onecopy.engine.parameter import home_of, set_data
+from onecopy.engine.quantised import described, refuse_opaque, settle
 from onecopy.engine.rounds import Rounds
 from onecopy.engine.run import Run, UnitRun
 from onecopy.engine.step import Stepper
@@ -104,9 +105,11 @@ def build_core(
     units = meeting.all_or_none(lambda: find_units(model, plan.units))
     dtype = getattr(torch, plan.precision.dtype) if plan.precision.dtype else None
     facts = tuple(unit.fact(names, dtype) for unit in units)
+    meeting.all_or_none(lambda: refuse_opaque(names))
     meeting.all_or_none(lambda: _refuse_shared_storage(names))
     meeting.all_or_none(lambda: _refuse_renorm(model))
     _agree(plan, facts, world)
+    _same_everywhere(described(model), world)
     made = meeting.all_or_none(lambda: _make_optimizer(model, plan, optimizer, facts))
     _same_everywhere(_describe_optimizer(made), world)
     moments = meeting.all_or_none(lambda: _moments_of(made, plan, device, names))
@@ -416,7 +419,8 @@ def _adopt(run: Run, gathering: Gathering, world: int, materialise: Materialise 
 def _adopt_rest(
     model: nn.Module, params: Iterable[nn.Parameter], device: torch.device, dtype: torch.dtype | None, world: int
 ) -> None:
-    """What no unit holds: parameters without elements, and module buffers, of which rank 0's become everybody's.
+    """What no unit holds: parameters without elements, module buffers and scales of quantised parameters, of which rank 0's
+    become everybody's.
 
     Both go to ``device``, floating-point ones in the compute dtype.
     """
@@ -424,6 +428,13 @@ def _adopt_rest(
         if not param.numel():
             cast = dtype if dtype is not None and param.is_floating_point() else param.dtype
             set_data(param, torch.empty(param.shape, dtype=cast, device=device))
+
+    def agree(flat: torch.Tensor) -> None:
+        if world > 1:
+            with watch.waiting("the module buffers of rank 0"):
+                dist.broadcast(flat, 0, group=everybody(device))
+
+    settle(model, agree, device)
     made: dict[int, torch.Tensor] = {}
     kept: list[torch.Tensor] = []
     for module in model.modules():
@@ -436,8 +447,7 @@ def _adopt_rest(
             moved = buffer.to(device=device, dtype=cast) if moved is None else moved
             if world > 1 and moved.numel():
                 flat = moved.contiguous().reshape(-1)
-                with watch.waiting("the module buffers of rank 0"):
-                    dist.broadcast(flat.view(torch.uint8), 0, group=everybody(device))
+                agree(flat.view(torch.uint8))
                 moved = flat.view(moved.shape)
             made[id(buffer)] = module._buffers[name] = moved
             kept.append(buffer)  # alive, so that its id stays its own

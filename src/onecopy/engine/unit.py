@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
+from onecopy.engine.quantised import packed
 from onecopy.errors import PlanError
 from onecopy.plan.layout import ParamFact, UnitFact
 from onecopy.plan.plan import Units
@@ -87,8 +88,9 @@ class UnitModules:
 
 
 def param_fact(param: nn.Parameter, names: list[str], dtype: torch.dtype | None) -> ParamFact:
-    """What the plan must know of ``param``; ``dtype``: what floating-point parameters are cast to."""
-    cast = dtype if dtype is not None and param.is_floating_point() else param.dtype
+    """What the plan must know of ``param``; ``dtype``: what floating-point parameters are cast to, but for those that only
+    store the bits of others."""
+    cast = dtype if dtype is not None and param.is_floating_point() and not packed(param) else param.dtype
     return ParamFact(tuple(names), tuple(param.shape), str(cast).removeprefix("torch."), param.requires_grad)
 
 

@@ -18,6 +18,7 @@ from onecopy.comm.shared import Shelf
 from onecopy.engine.home import ParameterHome
 from onecopy.engine.parameter import HOME, Face
 from onecopy.engine.pending import make_plain, shown_class
+from onecopy.engine.quantised import shown
 from onecopy.errors import EngineError
 from onecopy.plan.layout import Grid, Slot, in_memory
 from onecopy.schedule.lower import Buffer
@@ -170,8 +171,8 @@ class Weights:
         slots = self.spec.layout.slots
         views = [self.full[slot.start : slot.stop].view(slot.param.shape) for slot in slots]
         lasts = self.spec.trainable and (not self.away or not self.spec.away(self.spec.row.parameter.held))
-        lasting = (shown_class,) if lasts else ()
-        self._faces = [Face(param, view, *lasting) for param, view in zip(self.params, views, strict=True)]
+        lasting = shown_class if lasts else shown
+        self._faces = [Face(param, view, lasting) for param, view in zip(self.params, views, strict=True)]
         for face in self._faces:
             face.show()
 

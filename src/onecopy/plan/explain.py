@@ -122,7 +122,8 @@ class _Walk:
             if name in chosen.arguments or self.reading.filled.get(key) is not None:
                 return "honoured", f"argument of {home}.{chosen.name}"
             return "honoured", f"of DeepSpeed's own optimizer: it chose {home}.{chosen.name} and its arguments"
-        said = next((str(remark) for remark in self.reading.remarks if f"{key!r}" in remark.why), "not looked at")
+        unread = f"not looked at until {section}.type is right" if name and chosen is None else "not looked at"
+        said = next((str(remark) for remark in self.reading.remarks if f"{key!r}" in remark.why), unread)
         return "no effect", said
 
 

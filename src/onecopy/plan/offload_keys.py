@@ -65,7 +65,8 @@ def read_offload(config: schema.Config) -> Offload:
     problems: list[str] = []
     optimizer = _asked("offload_optimizer", zero.offload_optimizer, "cpu_offload", zero.cpu_offload, problems)
     parameter = _asked("offload_param", zero.offload_param, "cpu_offload_param", zero.cpu_offload_param, problems)
-    problems += _stages(zero.stage, optimizer, parameter)
+    problems += _stages(zero.stage, optimizer)
+    parameter, moot = _moot(zero, parameter)
     problems += _paths(optimizer, parameter)
     on_disk = [asked for asked in (optimizer, parameter) if asked.tier == "disk"]
     aio = config.aio or schema.Aio()
@@ -80,7 +81,7 @@ def read_offload(config: schema.Config) -> Offload:
     if problems:
         raise ConfigError("\n".join(problems))
     ratio = zero.offload_optimizer.ratio if zero.offload_optimizer is not None else 1.0
-    remarks = tuple(_idle(zero, optimizer, parameter, aio))
+    remarks = (*moot, *_idle(zero, optimizer, parameter, aio))
     return Offload(optimizer.tier, parameter.tier, ratio if optimizer.tier != "device" else 1.0, scratch, remarks)
 
 
@@ -104,18 +105,30 @@ def _asked(
     return _Asked(key, device, section.nvme_path)
 
 
-def _stages(stage: int, optimizer: _Asked, parameter: _Asked) -> Iterator[str]:
-    row = stage_plan(stage).rules[0].row
-    if optimizer.tier != "device" and row.optimizer.replicated:
+def _stages(stage: int, optimizer: _Asked) -> Iterator[str]:
+    if optimizer.tier != "device" and stage_plan(stage).rules[0].row.optimizer.replicated:
         yield (
             f"{optimizer} and {_ZERO}.stage is {stage}, where every rank keeps all states on its device; stages 1, 2 and 3 "
             "honour it: set stage to 1"
         )
-    if parameter.tier != "device" and row.parameter.rest.replicated:
-        yield (
-            f"{parameter} and {_ZERO}.stage is {stage}, where the parameters are whole on every rank and in use all the "
-            "time; only stage 3 honours it: set stage to 3, or offload the optimizer alone"
-        )
+
+
+def _moot(zero: schema.ZeroOptimization, parameter: _Asked) -> tuple[_Asked, tuple[Remark, ...]]:
+    """What is left of ``parameter`` at this stage, and what is to be said of the rest.
+
+    Trainers write the section into the files of every stage, and DeepSpeed reads it at stage 3 alone. So it is no error
+    elsewhere, but it is not passed over in silence: who wrote it expects the memory.
+    """
+    if parameter.tier == "device" or not stage_plan(zero.stage).rules[0].row.parameter.rest.replicated:
+        return parameter, ()
+    keys = [parameter.key]
+    if parameter.path is not None:
+        keys.append(f"{_ZERO}.offload_param.nvme_path")
+    why = (
+        f"{_ZERO}.stage is {zero.stage}, where the parameters are whole on every rank and in use all the time; "
+        "only stage 3 honours it"
+    )
+    return _Asked(parameter.key, "none", None), (Remark(why, tuple(keys)),)
 
 
 def _paths(optimizer: _Asked, parameter: _Asked) -> Iterator[str]:

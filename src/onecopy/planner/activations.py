@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from onecopy.engine.unit import find_units
 from onecopy.errors import PlanError
@@ -126,10 +128,10 @@ class Traced:
             if built.inputs is None:
                 raise PlanError(f"{built.name} takes inputs that are not known, so it cannot be traced")
             try:
-                given = built.inputs(batch, self._seq)
+                given = tree_map_only(Tensor, lambda tensor: tensor.to("meta"), built.inputs(batch, self._seq))
                 how = {"flash": self._flash, "recompute": recompute}
                 self._known[batch, recompute] = record(built.model, self._units, given, self._dtype, **how)
-            except (RuntimeError, NotImplementedError, TypeError, ValueError, IndexError) as error:
+            except Exception as error:  # whatever the model's own code raises where tensors have no values
                 raise PlanError(f"{built.name} cannot run on the meta device: {error}") from error
         return self._known[batch, recompute]
 

@@ -61,9 +61,9 @@ class Machine:
         changes: dict[str, Any] = {"gpu": gpu(self.gpu)} if self.gpu is not None else {}
         changes["gpus"], changes["nodes"] = self._place(base)
         if self.host_memory is not None:
-            changes["host_memory"] = quantity(self.host_memory, "--host-memory", size=True)
+            changes["host_memory"] = _memory(self.host_memory, "--host-memory")
         if self.nvme is not None:
-            changes["nvme"] = quantity(self.nvme, "--nvme", size=True)
+            changes["nvme"] = _memory(self.nvme, "--nvme")
         if self.link is not None:
             changes["network"] = self.link * 1e9
         cluster = replace(base, **changes)
@@ -229,11 +229,13 @@ def run_plan(asked: Asked, console: Console) -> dict[str, Any]:
     }
     largest = max(sum(param.numel for param in unit.params) for unit in subject.units(plan))
     report["others"] = list(beside(Choice.of(plan, work), subject.parameters, largest, cluster, report["per_rank"]["device"]))
-    report["assumptions"] = [*said, *_assumed(asked), *plan.notes, *report["assumptions"]]
+    report["assumptions"] = [*said, *_assumed(asked, cluster), *plan.notes, *report["assumptions"]]
     if chosen:
         report["chosen"] = chosen
     if not report["fits"] and (change := cheapest_change(question, Choice.of(plan, work))) is not None:
         text = f"{change[0]}: {human_gb(change[1].costs.peak['device'].total)} on a rank"
+        if host := _host_of(change[1], cluster):
+            text += f", {human_gb(host)} of host memory on a node"
         report["change"] = {"text": text, **_found(change[1])}
     elif not report["fits"]:
         report["change"] = None
@@ -241,11 +243,25 @@ def run_plan(asked: Asked, console: Console) -> dict[str, Any]:
     return report
 
 
-def _assumed(asked: Asked) -> Iterator[str]:
+def _memory(text: str, option: str) -> int:
+    size = quantity(text, option, size=True)
+    if size < 1 << 20:
+        raise ConfigError(f"{option} {text}: no node has {size} bytes; a size has a unit, such as {text.strip('bB')}GB")
+    return size
+
+
+def _host_of(found: Found, cluster: Cluster) -> int:
+    peak = found.costs.peak.get("host")
+    return peak.total * cluster.gpus if peak is not None and not cluster.gpu.shared else 0
+
+
+def _assumed(asked: Asked, cluster: Cluster) -> Iterator[str]:
     if asked.method.seq is None:
         yield f"sequences of {_SEQ} tokens (--seq)"
     if asked.machine.gpu is None and not asked.machine.here:
         yield "GPUs are a100-80g (--gpu)"
+    if not cluster.gpu.shared:
+        yield "cards have GiB where GB are counted: those 7 % are for the driver's context, NCCL and gaps of the allocator"
 
 
 def _compare(question: Question, said: list[str], html: Path | None, console: Console) -> dict[str, Any]:

@@ -100,7 +100,7 @@ def plan_report(
         "time": {name: value for name, value in time.items() if name != "assumptions"},
         "assumptions": [*_counted(activations), *time["assumptions"]],
         "fits": found.fits,
-        "why": _why(found, ranks, cluster),
+        "why": _why(found, ranks, cluster, counted=activations is not None),
     }
 
 
@@ -131,14 +131,15 @@ def traffic_on(schedule: Schedule, cluster: Cluster) -> dict[str, Any]:
 
 def _counted(activations: Activations | None) -> list[str]:
     if activations is None:
-        return ["activations are not counted: give --seq and the model's shape"]
+        return []  # the verdict says so
     if activations.how == "formula":
         return ["activations by a closed formula (Korthikanti et al. 2022)"]
     return ["activations traced through the model's forward and backward; what kernels take for themselves is not counted"]
 
 
-def _why(found: Costs, ranks: Mapping[str, Mapping[str, int]], cluster: Cluster) -> list[str]:
-    """One line for every tier: fits with how much left, or does not fit by how much and what is largest then."""
+def _why(found: Costs, ranks: Mapping[str, Mapping[str, int]], cluster: Cluster, counted: bool) -> list[str]:
+    """One line for every tier: fits with how much left, or does not fit by how much and what is largest then. ``counted``:
+    are activations in it?"""
     said = []
     for tier, of, room in (
         ("device", "a rank", cluster.gpu.memory), ("host", "a node", cluster.host_memory), ("disk", "a node", cluster.nvme)
@@ -158,7 +159,8 @@ def _why(found: Costs, ranks: Mapping[str, Mapping[str, int]], cluster: Cluster)
                 f"in {peak.at}: {held}"
             )
         else:
-            said.append(f"{tier}: fits, {human_gb(need)} of {human_gb(room)} on {of}")
+            without = "" if counted or tier != "device" else ", ACTIVATIONS NOT COUNTED"
+            said.append(f"{tier}: fits, {human_gb(need)} of {human_gb(room)} on {of}{without}")
     return said
 
 

@@ -167,7 +167,7 @@ def _changes(choice: Choice, question: Question) -> Iterator[tuple[str, Choice]]
     disk, host = question.cluster.nvme is not None, not question.cluster.gpu.shared
     for number in range(choice.number + 1, 4):
         yield f"stage {number} instead of {choice.number}", replace(choice, number=number)
-    if host and choice.optimizer == "device":
+    if host and choice.optimizer != "host" and choice.parameter != "disk":
         yield "the optimizer's states on the host", replace(choice, optimizer="host")
     if choice.moments is None:
         yield "moments in 8 bits", replace(choice, moments="int8")

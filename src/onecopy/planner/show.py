@@ -30,7 +30,9 @@ _TIMES = {
 
 def show_report(report: Mapping[str, Any], console: Console) -> None:
     """One plan: memory by kind, traffic, time, and whether it fits."""
-    console.print(f"[bold]{report['model']['name']}[/bold] on {report['cluster']['text']}\n{report['plan']['text']}\n")
+    name, parameters = report["model"]["name"], f"{report['model']['parameters']:,} parameters"
+    title = f"[bold]{name}[/bold]" if parameters == name else f"[bold]{name}[/bold], {parameters},"
+    console.print(f"{title} on {report['cluster']['text']}\n{report['plan']['text']}\n", highlight=False)
     console.print(_memory(report))
     console.print(_traffic_and_time(report))
     for line in report["why"]:

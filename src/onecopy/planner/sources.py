@@ -66,14 +66,14 @@ def from_huggingface(source: str | Path, attention: str = "flash") -> Built:
         ) from error
     try:
         config = transformers.AutoConfig.from_pretrained(str(source))
-    except (OSError, ValueError, KeyError) as error:
+    except Exception as error:  # checks of transformers and of its hub raise classes of their own
         raise ConfigError(f"model {str(source)!r} is no configuration that transformers knows: {_line(error)}") from error
     options = {"attn_implementation": "eager" if attention == "eager" else "sdpa"}
     causal, plain = transformers.AutoModelForCausalLM, transformers.AutoModel
     try:
         with torch.device("meta"):
             model = (causal if type(config) in causal._model_mapping else plain).from_config(config, **options)
-    except (RuntimeError, NotImplementedError, ValueError, TypeError) as error:
+    except Exception as error:  # constructors of hundreds of models
         raise PlanError(f"model {str(source)!r} cannot be built on the meta device: {_line(error)}") from error
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
 
@@ -95,7 +95,7 @@ def _shape(config: Any) -> Shape | None:
 
 def from_function(module: str, name: str) -> Built:
     """The model that ``name`` of ``module`` returns when it is called on the meta device; or ``(model, inputs)``, where
-    ``inputs(batch, seq)`` gives the arguments of its forward. Without, token ids are tried."""
+    ``inputs(batch, seq)`` gives the arguments of its forward, on any device. Without, token ids are tried."""
     if "" not in sys.path:
         sys.path.insert(0, "")
     try:
@@ -107,7 +107,7 @@ def from_function(module: str, name: str) -> Built:
     try:
         with torch.device("meta"):
             made = make()
-    except (RuntimeError, NotImplementedError, TypeError, ValueError) as error:
+    except Exception as error:  # the user's own code
         raise PlanError(f"model {module}:{name} cannot be built on the meta device: {_line(error)}") from error
     model, inputs = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
     if not isinstance(model, nn.Module):
@@ -129,7 +129,9 @@ def guess_inputs(model: nn.Module) -> Callable[[int, int], tuple[Any, ...]]:
 
 def _line(error: BaseException) -> str:
     """The first line of what ``error`` says."""
-    return str(error).strip().split("\n")[0]
+    """What an error says, in one line of bounded length."""
+    said = " ".join(str(error).split()) or type(error).__name__
+    return said if len(said) <= 300 else f"{said[:300]} ..."
 
 
 def activations_of(subject: Subject, plan: Plan, work: Work) -> tuple[Activations | None, list[str]]:
@@ -145,6 +147,8 @@ def activations_of(subject: Subject, plan: Plan, work: Work) -> tuple[Activation
             return traced, said
         except PlanError as error:
             said.append(f"activations could not be traced: {_line(error)}")
+            if subject.shape is None:
+                return None, said
     if subject.shape is None:
         return None, said
     shape = subject.shape

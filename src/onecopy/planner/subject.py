@@ -85,6 +85,9 @@ def _trained(tensors: list[nn.Parameter], plan: Plan) -> list[States]:
 # Numbers alone
 
 _MOST_UNITS = 100_000
+# Layers that share weights or are narrow inside have fewer parameters than 12 layers hidden^2; ALBERT a seventh. Models of
+# less than a million parameters are for trying out.
+_TOO_LARGE, _REAL = 10, 10**6
 # Blocks are multiples of this many elements where they are large, so that they divide evenly over any usual number of ranks
 # (2^n, and 3 or 5 or 15 times that): what is over is one unit's.
 _EVEN = (1 << 14) * 15
@@ -129,6 +132,13 @@ def facts_from_numbers(
     if heads is not None and hidden is not None and hidden % heads:
         raise PlanError(f"--hidden {hidden} is not a multiple of --heads {heads}")
     shape = _shape(params, layers, hidden, vocab, heads)
+    body = 12 * shape.layers * shape.hidden**2
+    if layers is not None and hidden is not None and body > _TOO_LARGE * params >= _TOO_LARGE * _REAL:
+        near = _shape(params, None, None, vocab, None)
+        raise PlanError(
+            f"--layers {layers} of --hidden {hidden} are about {body:,} parameters (12 layers hidden^2), not --params "
+            f"{params:,}; a usual decoder of that many has {near.layers} layers of {near.hidden}"
+        )
     count = max(shape.layers, -(-params // largest_unit) if largest_unit else 1)
     if count > _MOST_UNITS:
         options = [f"--{name} {value}" for name, value in given.items() if value is not None]

@@ -42,8 +42,10 @@ def message_slots(schedule: Schedule) -> tuple[Slots, Slots]:
         if not on_shelf(buffer) and (buffer.parameter_away or buffer.cut(buffer.row.optimizer)):
             spread = max(spread, elements * itemsize(buffer.dtype))
         if buffer.trainable:
-            # What is reduced may be spread after, in the codec that sums are kept in.
-            piece = max(piece, elements * max(wire * (buffer.mesh.within - 1), kept))
+            piece = max(piece, elements * wire * (buffer.mesh.within - 1))
+            if not buffer.cut(buffer.row.optimizer):
+                # What is reduced is spread after, in the codec that sums are kept in.
+                piece = max(piece, elements * kept)
     return Slots(spread, min(units.prefetch + 2, len(buffers))), Slots(piece, min(units.reduce_ahead + 2, len(buffers)))
 
 

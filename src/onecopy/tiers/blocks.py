@@ -26,19 +26,20 @@ class File:
     """A file of a rank: open when ``number``, its descriptor, is not negative."""
 
     path: Path
-    size: int = 0  # bytes, a multiple of ALIGN
+    size: int = 0  # bytes; of the disk tier's, and while one is written, a multiple of ALIGN
     number: int = -1
 
 
 class Memory:
-    """A buffer of staging: the same bytes for the system and for torch."""
+    """A buffer, page-aligned: the same bytes for the system and for torch. ``lent``: of somebody else than staging."""
 
-    __slots__ = ("size", "tensor", "view")
+    __slots__ = ("lent", "size", "tensor", "view")
 
-    def __init__(self, size: int) -> None:
-        self.size = size
-        self.view = memoryview(page_memory(size))
-        self.tensor = torch.frombuffer(self.view, dtype=torch.uint8)
+    def __init__(self, size: int, lent: memoryview | None = None) -> None:
+        self.size, self.lent = size, lent is not None
+        self.view = memoryview(page_memory(size)) if lent is None else lent[:size]
+        with torch.inference_mode(False):  # whoever makes it: it is written in other modes, too
+            self.tensor = torch.frombuffer(self.view, dtype=torch.uint8)
 
 
 class Staging:
@@ -69,8 +70,9 @@ class Staging:
         return memory
 
     def give(self, memory: Memory) -> None:
-        self.held -= memory.size
-        self._free.append(memory)
+        if not memory.lent:
+            self.held -= memory.size
+            self._free.append(memory)
 
 
 class Job:
@@ -97,16 +99,18 @@ class Job:
         operation, at = (os.pwritev if self.write else os.preadv), low
         # A file that somebody shortened would be made longer by a write, with zeros in the place of what was lost.
         if low == self.low and os.fstat(self.file.number).st_size < self.file.size:
-            raise self._too_short(low, high)
-        while at < high:
+            raise self.too_short(low, high)
+        stop = min(high, self.file.size)
+        while at < stop:
             end = at + operation(self.file.number, [self.memory.view[at - self.low : high - self.low]], at)
-            before, at = at, end if end == high else end - end % ALIGN
+            before, at = at, end if end >= stop else end - end % ALIGN
             if at == before:
                 if not self.write:
-                    raise self._too_short(low, high)
+                    raise self.too_short(low, high)
                 raise OSError(errno.EIO, "the system wrote nothing and gave no reason")
 
-    def _too_short(self, low: int, high: int) -> DiskError:
+    def too_short(self, low: int, high: int) -> DiskError:
+        """The error for a file that does not have the bytes [low, high) any more."""
         size = os.fstat(self.file.number).st_size
         doing = "writing" if self.write else "reading"
         return DiskError(
@@ -181,6 +185,22 @@ class Queue:
             self.changed.notify_all()
         for thread in self._threads:
             thread.join()
+
+    def wait(self, job: Job) -> None:
+        """Return when ``job`` is done, whether it worked or not."""
+        with self.changed:
+            while not job.done:
+                self.changed.wait()
+            if job in self.untold:
+                self.untold.remove(job)
+
+    def release(self, job: Job) -> None:
+        """Give the buffer of ``job`` back, at its end where it is on its way. Does nothing when it is gone."""
+        with self.changed:
+            job.keep = False
+            if job.done:
+                self.give_back(job)
+                self.changed.notify_all()
 
     def is_mine(self) -> bool:
         """Is the calling thread one of the queue's?"""

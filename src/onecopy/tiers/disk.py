@@ -96,11 +96,7 @@ class Transfer:
         :class:`DiskError` when it failed (and the buffer is given back), every time it is called.
         """
         job = self._job
-        with self._queue.changed:
-            while not job.done:
-                self._queue.changed.wait()
-            if job in self._queue.untold:
-                self._queue.untold.remove(job)
+        self._queue.wait(job)
         if job.error is not None:
             raise _again(job.error)
         if job.write:
@@ -111,11 +107,7 @@ class Transfer:
 
     def release(self) -> None:
         """Give the buffer back; at the end of a read that is still on its way. Does nothing when it is gone."""
-        with self._queue.changed:
-            self._job.keep = False
-            if self._job.done:
-                self._queue.give_back(self._job)
-                self._queue.changed.notify_all()
+        self._queue.release(self._job)
 
     def _take(self) -> Memory:
         """The buffer of a read, with its bytes; it is the taker's from here on."""

@@ -40,12 +40,13 @@ def round_up(size: int, grain: int = ALIGN) -> int:
     return -(-size // grain) * grain
 
 
-def page_memory(size: int) -> mmap.mmap:
-    """``size`` bytes of page-aligned memory outside the heap; it goes with its last reference."""
+def page_memory(size: int, forked: bool = False) -> mmap.mmap:
+    """``size`` bytes of page-aligned memory outside the heap; it goes with its last reference. Nothing is read from a disk
+    to it if it is ``forked``: if processes that this one forks have it, too."""
     memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     # A fork during a read would leave this process another copy of the page than the one the device writes to. Huge
     # pages make fewer entries to pin per request. Kernels without either go on without.
-    for advice in ("MADV_DONTFORK", "MADV_HUGEPAGE"):
+    for advice in ("MADV_HUGEPAGE",) if forked else ("MADV_DONTFORK", "MADV_HUGEPAGE"):
         with contextlib.suppress(OSError, AttributeError):
             memory.madvise(getattr(mmap, advice))
     return memory

@@ -214,23 +214,25 @@ def test_a_shard_of_another_length_is_named_with_both_lengths(tmp_path: Path, wo
 # ------------------------------------------------------------------------------------------------ row 46: no space left
 
 ON_A_SMALL_DISK = """
-    import json, os, shutil, sys, threading
+    import contextlib, json, os, shutil, sys, threading
     import torch
     import onecopy
-    from onecopy.checkpoint import tensors
+    from onecopy.checkpoint import writer
     from onecopy.errors import CheckpointError
 
     disk, out = sys.argv[1:]
 
     def fill_up_behind_training(engine, folder, rank, step):
         # There is room when an asynchronous save begins, and none left when it writes.
-        go, finish = threading.Event(), tensors.Writer.finish
-        tensors.Writer.finish = lambda writer: (go.wait(60), finish(writer))[1]
+        go, finish = threading.Event(), writer.Writer.finish
+        writer.Writer.finish = lambda one: (go.wait(60), finish(one))[1]
         engine.save(folder, "behind", asynchronous=True)
-        tensors.Writer.finish = finish
+        writer.Writer.finish = finish
         if rank == 0:
-            with open(f"{disk}/filler", "wb") as file:
-                file.write(b"x" * (1 << 20))
+            # The tensors' room is taken when the save begins; nothing is left for the manifest.
+            with open(f"{disk}/filler", "wb", buffering=0) as file, contextlib.suppress(OSError):
+                while True:
+                    file.write(bytes(4096))
         torch.distributed.barrier()
         go.set()
         engine._saves._thread.join()
