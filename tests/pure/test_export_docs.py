@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shlex
 import tarfile
@@ -16,7 +17,6 @@ from typer.testing import CliRunner
 
 import onecopy
 from onecopy.cli import app
-from onecopy.errors import CheckpointError
 from onecopy.schedules import WarmupLR
 from tests.data.deepspeed_runs import ARCHIVE, BEFORE, Tiny, batch, groups
 
@@ -100,8 +100,23 @@ def test_verify_names_what_is_damaged(place: Path) -> None:
     assert f"{path.relative_to(place)} is damaged: bytes 0 to {len(content)} have checksum" in problem
     part = place / "deepspeed" / "run" / f"global_step{BEFORE}" / "zero_pp_rank_1_mp_rank_00_optim_states.pt"
     part.write_bytes(part.read_bytes()[:-50])
-    result = CliRunner().invoke(app, ["checkpoint", "verify", "deepspeed/run"])
-    assert isinstance(result.exception, CheckpointError) and "cannot be read" in str(result.exception)
+    assert "cannot be read" in run("checkpoint", "verify", "deepspeed/run", code=1)
+
+
+def test_verify_does_not_pass_over_the_newest(place: Path) -> None:
+    """A run goes on from an older one then; a script that asks whether all is well is to hear that it is not."""
+    one = start()
+    one.save("runs/a", "one")
+    one.save("runs/a", "two")
+    path = place / "runs" / "a" / "two" / "rank-00000.safetensors"
+    os.truncate(path, 900)
+    with pytest.warns(UserWarning, match="two was skipped"):
+        found = json.loads(run("checkpoint", "verify", "runs/a", "--json", code=1))
+    (problem,) = found["problems"]
+    assert found["folder"] == "runs/a/one" and "two was skipped" in problem
+    os.truncate(place / "runs" / "a" / "one" / "rank-00000.safetensors", 900)
+    found = json.loads(run("checkpoint", "verify", "runs/a", "--json", code=1))
+    assert found["files"] == 0 and "has no complete checkpoint" in found["problems"][0]
 
 
 def test_what_convert_refuses(place: Path) -> None:

@@ -75,8 +75,13 @@ def inspect(
 @app.command()
 def verify(checkpoint: Checkpoint, tag: Tag = None, as_json: Json = False) -> None:
     """Read all of a checkpoint and name every file that is not as it was written; exit code 1 when there is one."""
-    source, notes = _open(checkpoint, tag)
-    problems = check_everything(source)
+    try:
+        source, notes = _open(checkpoint, tag)
+    except CheckpointError as error:  # nothing of it can be read
+        typer.echo(json.dumps({"folder": str(checkpoint), "files": 0, "problems": [str(error)]}) if as_json else str(error))
+        raise typer.Exit(1) from error
+    # A run would go on from an older one then, so the newest is what was asked about.
+    problems = [*source.damaged, *check_everything(source)]
     if as_json:
         typer.echo(json.dumps({"folder": str(source.folder), "files": len(source.manifest.files), "problems": problems}))
     else:

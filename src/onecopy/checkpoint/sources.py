@@ -54,11 +54,12 @@ class Ranges(Protocol):
 
 @dataclass(frozen=True)
 class Source:
-    """A checkpoint to read: its folder, what is in it and where."""
+    """A checkpoint to read: its folder, what is in it and where; ``damaged``: newer ones that were skipped for it."""
 
     folder: Path
     manifest: Manifest
     reader: Ranges
+    damaged: tuple[str, ...] = ()
 
     @property
     def kind(self) -> str:
@@ -145,4 +146,4 @@ def open_source(path: Path, tag: str | None = None, optimizer_states: bool = Tru
     reader = reader_for(found.folder, manifest)
     for name in manifest.files if complete else ():
         reader.check_file(name)
-    return Source(found.folder, manifest, reader)
+    return Source(found.folder, manifest, reader, found.damaged)

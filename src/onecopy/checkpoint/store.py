@@ -220,11 +220,13 @@ def prune(directory: Path, keep: int) -> list[str]:
 
 @dataclass(frozen=True)
 class Found:
-    """A checkpoint that exists: its folder and the text of its manifest. ``notes``: what was passed over, and why."""
+    """A checkpoint that exists: its folder and the text of its manifest. ``notes``: what was passed over, and why;
+    ``damaged``: those of them that are complete no more."""
 
     folder: Path
     text: str
     notes: tuple[str, ...] = ()
+    damaged: tuple[str, ...] = ()
     foreign: bool = False  # another library's, of which the text is made up
     here: bool = False  # the folder is the directory that was searched itself
 
@@ -297,32 +299,33 @@ def find(directory: Path, tag: str | None) -> Found:
         return _read(folder, directory, "")
     chosen = _look_at(folder)
     if not chosen.problem:
-        return _read(folder, directory, why, _passed_over(directory, chosen))
+        return _read(folder, directory, why, *_passed_over(directory, chosen))
     others = complete_tags(directory)
     if not others:
         raise CheckpointError(f"nothing to load: {why}{chosen.problem}. {_listed(directory)}")
-    return _read(directory / others[-1], directory, why, (f"{folder} was skipped: {chosen.problem}",))
+    skipped = (f"{folder} was skipped: {chosen.problem}",)
+    return _read(directory / others[-1], directory, why, skipped, skipped)
 
 
-def _read(folder: Path, directory: Path, why: str, notes: tuple[str, ...] = ()) -> Found:
+def _read(folder: Path, directory: Path, why: str, notes: tuple[str, ...] = (), damaged: tuple[str, ...] = ()) -> Found:
     path = folder / MANIFEST
     try:
-        return Found(folder, path.read_text(encoding="utf-8"), notes)
+        return Found(folder, path.read_text(encoding="utf-8"), notes, damaged)
     except (OSError, UnicodeDecodeError) as error:
         raise CheckpointError(f"nothing to load: {why}{path} cannot be read ({error}). {_listed(directory)}") from error
 
 
-def _passed_over(directory: Path, chosen: _Seen) -> tuple[str, ...]:
-    """What is newer than the checkpoint that ``latest`` names: saves that did not come to their end."""
+def _passed_over(directory: Path, chosen: _Seen) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """What is newer than the checkpoint that ``latest`` names: saves that did not come to their end, and all of it that is
+    damaged."""
     since = (directory / POINTER).stat().st_mtime
     begun = [(path.stat().st_mtime, str(path)) for path in directory.glob(".*.partial")]
     torn = max((found for found in begun if found[0] >= since), default=(0, ""))[1]
     newer = [each for each in _looked_at(directory) if each.when > chosen.when and each.latest]
     notes = [f"a later save did not come to its end: {torn}"] if torn else []
-    for each in newer[-1:]:
-        said = "is newer and complete" if not each.problem else f"was skipped: {each.problem}"
-        notes.append(f"{directory / each.tag} {said}")
-    return tuple(notes)
+    damaged = [f"{directory / each.tag} was skipped: {each.problem}" for each in newer[-1:] if each.problem]
+    notes += damaged or [f"{directory / each.tag} is newer and complete" for each in newer[-1:]]
+    return tuple(notes), tuple(damaged)
 
 
 def _pointed(directory: Path) -> str:

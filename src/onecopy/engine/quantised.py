@@ -162,7 +162,7 @@ def shown(base: Any) -> type:
         def torch_function(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             if func is torch.Tensor.view and args[1:] == (-1, 1) and args[0].shape[1:] == (1,):
                 return args[0]
-            plain: Any = super(_SHOWN[base], cls)  # type: ignore[arg-type]
+            plain: Any = super(_SHOWN[base], cls)
             return plain.__torch_function__(func, types, args, kwargs or {})
 
         members = {"__torch_function__": classmethod(torch_function), "_onecopy_shown": True, "__module__": __name__}

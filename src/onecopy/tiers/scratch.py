@@ -221,7 +221,7 @@ class Scratch:
             owner = self.run_path.lstat().st_uid
             if owner != os.geteuid() or not self.run_path.is_dir() or any(self.run_path.iterdir()):
                 whose = f"belongs to user {owner}" if owner != os.geteuid() else "was not made by onecopy"
-                raise DiskError(f"{self.run_path} exists and {whose}: use another folder or another name for the run")
+                raise DiskError(f"{self.run_path} exists and {whose}: name another folder")
             marker = self.run_path / _MARKER
             marker.write_text("Scratch files of a run of onecopy, which removes them, or the next run does.\n")
         self.path.mkdir(mode=0o700, exist_ok=True)
@@ -229,7 +229,7 @@ class Scratch:
         if not _try_lock(lock):
             owner_text = _owner(lock)
             os.close(lock)
-            raise DiskError(f"{self.path} is in use by {owner_text}: use another folder or another name for the run")
+            raise DiskError(f"{self.path} is in use by {owner_text}: name another folder")
         self._lock = lock
         os.ftruncate(lock, 0)
         os.pwrite(lock, json.dumps({"pid": os.getpid(), "host": socket.gethostname()}).encode(), 0)
