@@ -105,9 +105,7 @@ def build_core(
     units = meeting.all_or_none(lambda: find_units(model, plan.units))
     dtype = getattr(torch, plan.precision.dtype) if plan.precision.dtype else None
     facts = tuple(unit.fact(names, dtype) for unit in units)
-    meeting.all_or_none(lambda: refuse_opaque(names))
-    meeting.all_or_none(lambda: _refuse_shared_storage(names))
-    meeting.all_or_none(lambda: _refuse_renorm(model))
+    meeting.all_or_none(lambda: _refuse_models(model, names))
     _agree(plan, facts, world)
     _same_everywhere(described(model), world)
     made = meeting.all_or_none(lambda: _make_optimizer(model, plan, optimizer, facts))
@@ -193,6 +191,13 @@ def _describe_optimizer(optimizer: Optimizer | None) -> dict[str, str]:
         options = {key: value for key, value in group.items() if key != "params"}
         told |= {f"optimizer's {key!r} in group {index}": repr(value) for key, value in options.items()}
     return told
+
+
+def _refuse_models(model: nn.Module, names: dict[nn.Parameter, list[str]]) -> None:
+    """Raise for a model whose parameters cannot be cut, or would drift apart."""
+    refuse_opaque(names)
+    _refuse_shared_storage(names)
+    _refuse_renorm(model)
 
 
 def _refuse_shared_storage(names: dict[nn.Parameter, list[str]]) -> None:
