@@ -172,7 +172,7 @@ def with_moments(moments: Layout) -> Plan:
         (with_row(optimizer=Layout(grain="row")), "grain"),
         (offload(stage(2), "host", "host"), "parameter '.*' rests on tier 'host' and is not sharded"),
         (with_row(gradient=Layout(tier="host")), "gradient of '.*' is on tier 'host' and is not sharded"),
-        (with_row(gradient=Layout(CUT.shards, "disk"), optimizer=CUT), "it goes as far as 'host'"),
+        (offload(stage(2), gradient="disk"), "names no folder for it"),
         (with_moments(Layout(tier="host")), "master of '.*' is on 'device' and its moments are on 'host'"),
         (with_moments(CUT), "moments of '.*' are cut over"),
         (low_precision(stage(1), "int7"), "has codec 'int7'; did you mean 'int"),

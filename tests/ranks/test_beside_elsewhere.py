@@ -55,7 +55,7 @@ def elsewhere(rank: int, world: int, folder: str, cases: list[dict[str, Any]]) -
 @pytest.mark.filterwarnings("ignore:StepPolicy")
 def test_steps_beside_training_of_states_on_disk_and_in_codecs(tmp_path: Path) -> None:
     cases: list[dict[str, Any]] = [
-        {"places": PLACES, "number": 2},
+        {"places": list(PLACES), "number": 2},
         {"places": ["bf16 on disk"], "number": 3, "dtype": "bf16", "accumulation": 2},
     ]
     assert run_ranks(elsewhere, 2, str(tmp_path), cases) == [[]] * 2

@@ -26,7 +26,10 @@ pytestmark = pytest.mark.ranks
 
 
 def plan(folder: Path | str, staging: int = 8 << 20) -> onecopy.Plan:
-    return onecopy.infinity(onecopy.Scratch(str(folder), staging=staging), step=TILE, units=SMALL)
+    """Everything on disk."""
+    base = onecopy.stage(3, step=TILE, units=SMALL)
+    scratch = onecopy.Scratch(str(folder), staging=staging)
+    return onecopy.offload(base, "disk", "disk", gradient="disk", scratch=scratch)
 
 
 def program(body: str, *args: str, **options: Any) -> subprocess.CompletedProcess[str]:
@@ -41,7 +44,7 @@ def program(body: str, *args: str, **options: Any) -> subprocess.CompletedProces
     """
     code = textwrap.dedent(head) + textwrap.dedent(body)
     root = str(Path(__file__).parents[2])
-    environment = {**os.environ, "PYTHONPATH": root, "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "PYTHONPATH": f"{root}{os.pathsep}{root}/src", "OMP_NUM_THREADS": "1"}
     return subprocess.run(
         [sys.executable, "-c", code, *args], env=environment, capture_output=True, text=True, timeout=120, **options
     )
@@ -316,13 +319,15 @@ MEMORY = """
     base = highest()
     with torch.device("meta"):
         model = GPT(GPTConfig(layers=12, heads=4, width=512, context=64, recompute=True))
-    capped = onecopy.infinity(
-        onecopy.Scratch(folder, staging=24 << 20),
+    cut = onecopy.stage(
+        3,
         dtype="bf16",
         units=SMALL,
         step=onecopy.StepPolicy(tile=1 << 18),
-        caps=onecopy.Caps(device=32 << 20, host=128 << 20),
+        caps=onecopy.Caps(device=32 << 20, host=40 << 20),
     )
+    scratch = onecopy.Scratch(folder, staging=24 << 20)
+    capped = onecopy.offload(cut, "disk", "disk", gradient="disk", scratch=scratch)
     engine = onecopy.initialize(model, capped, optimizer=adamw)
     for step in range(2):
         tokens = torch.randint(0, 256, (1, 65), generator=torch.Generator().manual_seed(step))
@@ -334,12 +339,12 @@ MEMORY = """
 
 
 def test_states_that_are_not_in_memory(tmp_path: Path) -> None:
-    """A model of 38M parameters, 600 MB of states, from the meta device: the process grows by less than half of that,
-    most of it gradients and scratch memory of torch, and keeps its caps."""
+    """A model of 38M parameters, 680 MB of states and gradients, from the meta device: the process grows by less than half of
+    that, most of it scratch memory of torch, and keeps its caps."""
     head = "    from tests.ranks.test_disk_runs import SMALL\n"
     done = program(head + MEMORY, str(tmp_path), str(tmp_path))
     assert done.returncode == 0, done.stderr
     states, grown, predicted = json.loads(done.stdout)
     assert predicted
-    assert states > 570 << 20
+    assert states > 650 << 20
     assert grown < states / 2, (grown, states)

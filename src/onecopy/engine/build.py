@@ -105,7 +105,7 @@ def build_core(
     units = meeting.all_or_none(lambda: find_units(model, plan.units))
     dtype = getattr(torch, plan.precision.dtype) if plan.precision.dtype else None
     facts = tuple(unit.fact(names, dtype) for unit in units)
-    meeting.all_or_none(lambda: _refuse(model, names))
+    meeting.all_or_none(lambda: _refuse_models(model, names))
     _agree(plan, facts, world)
     _same_everywhere(described(model), world)
     made = meeting.all_or_none(lambda: _make_optimizer(model, plan, optimizer, facts))
@@ -193,8 +193,8 @@ def _describe_optimizer(optimizer: Optimizer | None) -> dict[str, str]:
     return told
 
 
-def _refuse(model: nn.Module, names: dict[nn.Parameter, list[str]]) -> None:
-    """Models that cannot be sharded with right numbers."""
+def _refuse_models(model: nn.Module, names: dict[nn.Parameter, list[str]]) -> None:
+    """Raise for a model whose parameters cannot be cut, or would drift apart."""
     refuse_opaque(names)
     _refuse_shared_storage(names)
     _refuse_renorm(model)
