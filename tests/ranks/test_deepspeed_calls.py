@@ -6,7 +6,9 @@ import argparse
 import json
 import logging
 import os
+import runpy
 import socket
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ import torch
 from torch import nn
 
 import onecopy.deepspeed as deepspeed
+from onecopy.deepspeed.runtime import zero
 from onecopy.errors import CheckpointError, ConfigError, EngineError, OneCopyError, ShardedReadError
 from tests.ranks import models
 from tests.ranks.harness import run_ranks
@@ -233,6 +236,9 @@ def save_and_resume(rank: int, world: int, folder: str, stage: int, other: int) 
     advance(engine, rank, 1)
     engine.save_checkpoint(folder, "aside", save_latest=False)
     expected, weights, rates = advance(engine, rank, 2), values(engine), engine.get_lr()
+    if rank == 0:
+        torch.save(weights, Path(folder) / "weights.pt")
+    engine.save_checkpoint(folder, "last", save_latest=False)
 
     resumed = start(other)
     path, client = resumed.load_checkpoint(folder)
@@ -264,8 +270,34 @@ def save_and_resume(rank: int, world: int, folder: str, stage: int, other: int) 
 
 
 @pytest.mark.parametrize(("stage", "other"), [(0, 3), (1, 1), (2, 2), (3, 0)])
-def test_training_goes_on_from_a_checkpoint_at_any_stage(tmp_path: Path, stage: int, other: int) -> None:
+def test_training_goes_on_from_a_checkpoint_at_any_stage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stage: int, other: int
+) -> None:
     run_ranks(save_and_resume, 2, str(tmp_path), stage, other)
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "argv", ["zero_to_fp32.py", str(tmp_path), str(tmp_path / "plain"), "--tag", "last"])
+        runpy.run_path(str(tmp_path / "zero_to_fp32.py"), run_name="__main__")
+    plain = torch.load(tmp_path / "plain" / "pytorch_model.bin")
+    assert all(torch.equal(plain[name], value) for name, value in torch.load(tmp_path / "weights.pt").items())
+
+
+def one_model_two_engines(rank: int, world: int) -> None:
+    """A trainer that comes after another one does not know of its engine."""
+    for stage in (1, 2, 3):
+        former, optimizer, *_ = deepspeed.initialize(model=models.build("gpt"), config=config(stage))
+        kinds = (zero.stage_1_and_2.DeepSpeedZeroOptimizer, zero.stage3.DeepSpeedZeroOptimizer_Stage3)
+        assert type(optimizer) is kinds[stage == 3]
+        advance(former, rank, 1)
+        trained = values(former)
+        engine, optimizer, *_ = deepspeed.initialize(model=former.module, config=config(stage))
+        assert all(torch.equal(trained[name], value) for name, value in values(engine).items())
+        advance(engine, rank, 1)
+        with pytest.raises(EngineError, match="closed"):
+            former(*models.batch("gpt", 0, 0, rank))
+
+
+def test_the_newest_engine_has_the_model() -> None:
+    run_ranks(one_model_two_engines, 2)
 
 
 # ---------------------------------------------------------------------------------------------------------- loss scale
