@@ -9,9 +9,11 @@ TORCH ?= torch==2.13.0
 # More than the two cores of a small machine: ranks wait for each other and processes for their start.
 WORKERS ?= 3
 ARGS ?=
+# What of pyproject.toml's extras is installed; `clients` (500 MB) lets tests/clients run, which are skipped without it.
+EXTRAS ?= dev
 
 BIN := $(VENV)/bin
-READY := $(VENV)/.ready
+READY := $(VENV)/.ready-$(EXTRAS)
 
 .PHONY: help train test lint bench clean
 
@@ -34,7 +36,7 @@ bench: $(READY) ## the same step under DDP, FSDP2, DeepSpeed (where installed) a
 $(READY): pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet $(TORCH)
-	$(BIN)/python -m pip install --quiet --editable '.[dev]'
+	$(BIN)/python -m pip install --quiet --editable '.[$(EXTRAS)]'
 	touch $@
 
 clean: ## remove the environment, caches and runs

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -77,3 +78,89 @@ def test_fabric_trains_and_resumes_as_ddp_does(tmp_path: Path) -> None:
     for rank in run_ranks(against_ddp, 2, tmp_path, timeout=120):
         for stage in (2, 3):
             assert rank[f"stage{stage}"] == pytest.approx(rank["plain"], abs=1e-6)
+
+
+def lightning_run(strategy: Any, epochs: int, resume: Path | None = None, save: Path | None = None) -> dict[str, Any]:
+    """Lightning's Trainer with clipping, accumulation, a schedule and validation; the losses of each micro-batch."""
+    import lightning.pytorch as pl
+    from torch.utils.data import DataLoader, TensorDataset
+
+    class Regression(pl.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net: Any = None
+            self.losses: list[float] = []
+
+        def configure_model(self) -> None:
+            if self.net is None:
+                torch.manual_seed(0)
+                self.net = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 1))
+
+        def training_step(self, batch: Any, _: int) -> torch.Tensor:
+            loss = self.net(batch[0]).square().mean()
+            self.losses.append(loss.item())
+            return loss
+
+        def validation_step(self, batch: Any, _: int) -> None:
+            self.log("seen", self.net(batch[0]).abs().mean(), sync_dist=True)
+
+        def configure_optimizers(self) -> Any:
+            optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
+            schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.8)
+            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+    data = DataLoader(TensorDataset(torch.cat([rows(step, 0) for step in range(6)])), batch_size=3)
+    trainer = pl.Trainer(
+        accelerator="cpu", devices=2, strategy=strategy, max_epochs=epochs, accumulate_grad_batches=2, gradient_clip_val=0.5,
+        logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+    )  # fmt: skip
+    model = Regression()
+    trainer.fit(model, data, data, ckpt_path=None if resume is None else str(resume))
+    if save is not None:
+        trainer.save_checkpoint(save)
+    seen = trainer.validate(model, data, verbose=False)[0]["seen"]
+    return {"losses": model.losses, "seen": seen, "stepped": trainer.global_step, "optimizers": trainer.optimizers}
+
+
+def trainer_against_ddp(rank: int, world: int, folder: Path) -> dict[str, Any]:
+    become_deepspeed()
+    from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+    from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+    from lightning.fabric.utilities.seed import reset_seed
+    from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy
+
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    torch.cuda.empty_cache = lambda: None
+
+    class OnCpu(DeepSpeedStrategy):
+        root_device = torch.device("cpu")
+
+        def setup_environment(self) -> None:
+            DDPStrategy.setup_environment(self)
+
+        def setup_distributed(self) -> None:
+            reset_seed()
+            self.set_world_ranks()
+            self._init_deepspeed_distributed()
+
+    found: dict[str, Any] = {"plain": lightning_run(DDPStrategy(), 2)}
+    for stage, kind in ((2, DeepSpeedZeroOptimizer), (3, DeepSpeedZeroOptimizer_Stage3)):
+        found[f"stage{stage}"] = straight = lightning_run(OnCpu(stage=stage), 2)
+        assert [type(optimizer) for optimizer in straight.pop("optimizers")] == [kind]
+        kept = folder / f"kept{stage}"
+        lightning_run(OnCpu(stage=stage), 1, save=kept)
+        found[f"resumed{stage}"] = lightning_run(OnCpu(stage=stage), 2, resume=kept)
+        for run in (found["plain"], found[f"resumed{stage}"]):
+            run.pop("optimizers", None)
+    return found
+
+
+def test_trainer_trains_and_resumes_as_ddp_does(tmp_path: Path) -> None:
+    for rank in run_ranks(trainer_against_ddp, 2, tmp_path, timeout=120):
+        plain = rank["plain"]
+        assert len(plain["losses"]) == 8 and plain["stepped"] == 4
+        for stage in (2, 3):
+            assert rank[f"stage{stage}"]["losses"] == pytest.approx(plain["losses"], abs=1e-5)
+            assert rank[f"resumed{stage}"]["losses"] == pytest.approx(plain["losses"][4:], abs=1e-5)
+            for run in (rank[f"stage{stage}"], rank[f"resumed{stage}"]):
+                assert run["seen"] == pytest.approx(plain["seen"], abs=1e-5) and run["stepped"] == plain["stepped"]

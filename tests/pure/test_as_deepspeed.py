@@ -101,10 +101,14 @@ comm all_gather_into_tensor reduce_scatter_tensor new_group ReduceOp destroy_pro
 zero Init GatheredParameters register_external_parameter unregister_external_parameter
 utils logger log_dist logging groups safe_get_full_fp32_param safe_get_full_grad safe_get_full_optimizer_state
 utils safe_set_full_fp32_param safe_set_full_grad safe_set_full_optimizer_state set_z3_leaf_modules is_initialized
-utils unset_z3_leaf_modules get_z3_leaf_modules z3_leaf_module
+utils unset_z3_leaf_modules get_z3_leaf_modules z3_leaf_module safe_get_local_fp32_param safe_get_local_grad
+utils safe_get_local_optimizer_state safe_set_local_fp32_param safe_set_local_grad safe_set_local_optimizer_state
+utils safe_update_full_grad_vectorized RepeatingLoader log_dist_once set_log_level_from_string
+utils.tensor_fragment safe_get_full_fp32_param safe_set_local_grad fragment_address
+utils.zero_to_fp32 get_fp32_state_dict_from_zero_checkpoint get_model_state_file get_optim_files
 utils.logging logger log_dist
-utils.groups _get_sequence_parallel_world_size _get_sequence_parallel_rank _get_data_parallel_group
-utils.groups _get_data_parallel_world_size _get_data_parallel_rank
+utils.groups _get_sequence_parallel_group _get_sequence_parallel_world_size _get_sequence_parallel_rank
+utils.groups _get_data_parallel_group _get_data_parallel_world_size _get_data_parallel_rank
 runtime.engine DeepSpeedEngine
 runtime.base_optimizer DeepSpeedOptimizer
 runtime.lr_schedules VALID_LR_SCHEDULES WarmupLR WarmupDecayLR WarmupCosineLR OneCycle LRRangeTest
@@ -113,14 +117,17 @@ runtime.zero.partition_parameters GatheredParameters Init
 runtime.zero.config ZeroStageEnum
 runtime.zero.offload_config OffloadDeviceEnum
 runtime.fp16.loss_scaler LossScaler DynamicLossScaler
+checkpoint.constants DS_VERSION OPTIMIZER_STATE_DICT PARAM_SHAPES FROZEN_PARAM_FRAGMENTS AUTOEP_LAYERS_KEY
 checkpoint.utils clone_tensors_for_torch_save
 checkpointing configure checkpoint is_configured reset
 ops __compatible_ops__
 ops.adam DeepSpeedCPUAdam FusedAdam
 ops.adagrad DeepSpeedCPUAdagrad
 ops.lion DeepSpeedCPULion FusedLion
+ops.op_builder CPUAdamBuilder FusedAdamBuilder AsyncIOBuilder
+runtime.dataloader RepeatingLoader
 launcher.runner DEEPSPEED_ENVIRONMENT_NAME main
-accelerator get_accelerator
+accelerator get_accelerator is_current_accelerator_supported
 """
 SIGNATURES = {
     "initialize": "args model optimizer model_parameters training_data lr_scheduler distributed_port mpu dist_init_required "
@@ -149,7 +156,7 @@ ENGINE = (
     "zero_optimization_stage zero_gather_16bit_weights_on_model_save _zero3_consolidated_16bit_state_dict "
     "_consolidated_16bit_state_dict train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps "
     "gradient_clipping fp16_enabled bfloat16_enabled local_rank global_rank world_size dp_world_size optimizer lr_scheduler "
-    "zero_optimization_partition_weights device loss_scale"
+    "zero_optimization_partition_weights device loss_scale zero_optimization get_mom get_batch_info empty_partition_cache"
 ).split()
 
 

@@ -6,7 +6,9 @@ import argparse
 import json
 import logging
 import os
+import runpy
 import socket
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ import torch
 from torch import nn
 
 import onecopy.deepspeed as deepspeed
+from onecopy.deepspeed.runtime import zero
 from onecopy.errors import CheckpointError, ConfigError, EngineError, OneCopyError, ShardedReadError
 from tests.ranks import models
 from tests.ranks.harness import run_ranks
@@ -233,6 +236,9 @@ def save_and_resume(rank: int, world: int, folder: str, stage: int, other: int) 
     advance(engine, rank, 1)
     engine.save_checkpoint(folder, "aside", save_latest=False)
     expected, weights, rates = advance(engine, rank, 2), values(engine), engine.get_lr()
+    if rank == 0:
+        torch.save(weights, Path(folder) / "weights.pt")
+    engine.save_checkpoint(folder, "last", save_latest=False)
 
     resumed = start(other)
     path, client = resumed.load_checkpoint(folder)
@@ -264,8 +270,34 @@ def save_and_resume(rank: int, world: int, folder: str, stage: int, other: int) 
 
 
 @pytest.mark.parametrize(("stage", "other"), [(0, 3), (1, 1), (2, 2), (3, 0)])
-def test_training_goes_on_from_a_checkpoint_at_any_stage(tmp_path: Path, stage: int, other: int) -> None:
+def test_training_goes_on_from_a_checkpoint_at_any_stage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stage: int, other: int
+) -> None:
     run_ranks(save_and_resume, 2, str(tmp_path), stage, other)
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "argv", ["zero_to_fp32.py", str(tmp_path), str(tmp_path / "plain"), "--tag", "last"])
+        runpy.run_path(str(tmp_path / "zero_to_fp32.py"), run_name="__main__")
+    plain = torch.load(tmp_path / "plain" / "pytorch_model.bin")
+    assert all(torch.equal(plain[name], value) for name, value in torch.load(tmp_path / "weights.pt").items())
+
+
+def one_model_two_engines(rank: int, world: int) -> None:
+    """A trainer that comes after another one does not know of its engine."""
+    for stage in (1, 2, 3):
+        former, optimizer, *_ = deepspeed.initialize(model=models.build("gpt"), config=config(stage))
+        kinds = (zero.stage_1_and_2.DeepSpeedZeroOptimizer, zero.stage3.DeepSpeedZeroOptimizer_Stage3)
+        assert type(optimizer) is kinds[stage == 3]
+        advance(former, rank, 1)
+        trained = values(former)
+        engine, optimizer, *_ = deepspeed.initialize(model=former.module, config=config(stage))
+        assert all(torch.equal(trained[name], value) for name, value in values(engine).items())
+        advance(engine, rank, 1)
+        with pytest.raises(EngineError, match="closed"):
+            former(*models.batch("gpt", 0, 0, rank))
+
+
+def test_the_newest_engine_has_the_model() -> None:
+    run_ranks(one_model_two_engines, 2)
 
 
 # ---------------------------------------------------------------------------------------------------------- loss scale
@@ -301,3 +333,92 @@ def to_the_floor(rank: int, world: int) -> list[float]:
 
 def test_a_loss_scale_at_its_floor_names_the_parameter() -> None:
     assert run_ranks(to_the_floor, 2) == [[4.0, 2.0, 1.0]] * 2
+
+
+# ------------------------------------------------------------------------------------------- this rank's own elements
+
+
+def own_elements(rank: int, world: int, zero: dict[str, Any]) -> None:
+    """What a rank reads of its own is its part of the whole; what it writes there is what all then read."""
+    from onecopy.deepspeed import utils
+
+    model = models.build("mlp")
+    model.layers[3].bias.requires_grad_(False)
+    engine, *_ = deepspeed.initialize(model=model, config=config(3, zero_optimization={"stage": 3, **zero}))
+    layers = engine.module.layers
+    assert utils.safe_get_full_grad(layers[3].bias) is None and utils.safe_get_local_grad(layers[3].bias) is None
+    cut = [layer.weight for layer in layers if 0 < layer.weight.ds_tensor.numel() < layer.weight.ds_numel]
+    param, name = cut[0], next(name for name, each in engine.module.named_parameters() if each is cut[0])
+    elsewhere = next(layer.weight for layer in layers if not layer.weight.ds_tensor.numel())
+    assert utils.safe_get_local_grad(elsewhere) is None
+    assert [each.numel() for each in (utils.safe_get_local_fp32_param(elsewhere), elsewhere.ds_tensor)] == [0, 0]
+
+    def mine(whole: torch.Tensor | None) -> torch.Tensor:
+        assert whole is not None
+        start, numel = param.ds_tensor.numel(), utils.safe_get_local_fp32_param(param).numel()
+        assert start == numel
+        parts: list[Any] = [None] * world
+        torch.distributed.all_gather_object(parts, numel)
+        assert sum(parts) == param.ds_numel
+        return whole.reshape(-1)[sum(parts[:rank]) : sum(parts[: rank + 1])]
+
+    assert utils.safe_get_local_grad(param) is None and utils.safe_get_local_optimizer_state(param, "exp_avg") is None
+    engine.backward(engine(*models.batch("mlp", 0, 0, rank)))
+    assert torch.allclose(utils.safe_get_local_grad(param), mine(utils.safe_get_full_grad(param)))
+    utils.safe_set_local_grad(param, torch.full_like(utils.safe_get_local_grad(param), 0.5))
+    assert (utils.safe_get_full_grad(param) == 0.5).all()
+    utils.safe_update_full_grad_vectorized([param], lambda grad, _: grad * 2)
+    assert (utils.safe_get_full_grad(param) == 1.0).all()
+    engine.step()
+    for key in ("exp_avg", "exp_avg_sq"):
+        state = utils.safe_get_local_optimizer_state(param, key)
+        assert torch.equal(state, mine(utils.safe_get_full_optimizer_state(param, key)))
+        utils.safe_set_local_optimizer_state(param, torch.full_like(state, 2.0 + rank), key)
+        assert torch.equal(torch.full_like(state, 2.0 + rank), mine(utils.safe_get_full_optimizer_state(param, key)))
+    values = utils.safe_get_local_fp32_param(param)
+    assert torch.equal(values, mine(utils.safe_get_full_fp32_param(param)))
+    utils.safe_set_local_fp32_param(param, values + 1 / 3)
+    assert torch.equal(values + 1 / 3, mine(utils.safe_get_full_fp32_param(param)))
+    with deepspeed.zero.GatheredParameters(param):
+        assert torch.equal(param, utils.safe_get_full_fp32_param(param))
+        with pytest.raises(EngineError, match=f"{name!r} is gathered"):
+            utils.safe_set_local_fp32_param(param, values)
+    with pytest.raises(EngineError, match=f"this rank keeps {values.numel()} elements of {name!r}; got a value of 99"):
+        utils.safe_set_local_fp32_param(param, torch.zeros(99))
+    assert engine.get_batch_info() == (models.MICRO * world, models.MICRO, 1)
+    assert [tuple(each) for each in engine.get_mom()] == [(0.9, 0.95)]
+    with pytest.raises(AttributeError, match=r"no set_train_batch_size\(\): .*gradient_accumulation_steps"):
+        engine.set_train_batch_size(64)
+    assert not hasattr(engine, "offload_states")
+    engine.destroy()
+    if not zero:
+        whole, *_ = deepspeed.initialize(model=models.build("mlp"), config=config(2))
+        with pytest.raises(EngineError, match=r"which is whole on every rank \(stage 3 cuts it\)"):
+            utils.safe_get_local_fp32_param(whole.module.layers[1].weight)
+        whole.destroy()
+
+
+@pytest.mark.parametrize("offloaded", [False, True])
+def test_own_elements_of_a_cut_parameter(offloaded: bool) -> None:
+    host = {"device": "cpu"}
+    run_ranks(own_elements, 2, {"offload_param": host, "offload_optimizer": host} if offloaded else {})
+
+
+def test_a_loader_again_and_again() -> None:
+    loader = deepspeed.utils.RepeatingLoader([1, 2])
+    assert [next(loader) for _ in range(5)] == [1, 2, 1, 2, 1]
+    with pytest.raises(StopIteration):
+        next(deepspeed.utils.RepeatingLoader([]))
+
+
+def test_the_files_of_a_foreign_checkpoint(tmp_path: Path) -> None:
+    from onecopy.deepspeed.utils.zero_to_fp32 import get_model_state_file, get_optim_files
+
+    for rank in (10, 2, 0):
+        for kind in ("model", "optim"):
+            (tmp_path / f"zero_pp_rank_{rank}_mp_rank_00_{kind}_states.pt").touch()
+    assert get_model_state_file(tmp_path, 3) == str(tmp_path / "zero_pp_rank_0_mp_rank_00_model_states.pt")
+    assert [Path(path).name.split("_")[3] for path in get_optim_files(tmp_path)] == ["0", "2", "10"]
+    (tmp_path / "ours").mkdir()
+    with pytest.raises(FileNotFoundError, match=r"there is no \*_optim_states\.pt in .*no tag folder of DeepSpeed's"):
+        get_optim_files(tmp_path / "ours")

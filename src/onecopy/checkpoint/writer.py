@@ -42,11 +42,10 @@ class Writer:
         self._under_way: deque[Summed] = deque()
         self._done = 0  # blocks that are written
         self._start = self._filled = 0  # the byte of the file at which the block begins that is filled; bytes in it
-        self._file = File(path, round_up(self.size))
+        self._file = File(path)
         self._queue = make_queue(BLOCK, FLIGHT + 1)
         try:
             self._file.number = open_direct(path, os.O_CREAT | os.O_TRUNC | os.O_WRONLY)
-            _reserve(self._file)
             self._memory: Memory | None = self._take()
             self._fill(torch.frombuffer(bytearray(header), dtype=torch.uint8))
         except BaseException:
@@ -61,7 +60,7 @@ class Writer:
     @property
     def rest(self) -> int:
         """Bytes of the memory that :meth:`stage` needs."""
-        return round_up(self.size - self._start)
+        return round_up(max(self.size - self._start, 1))
 
     def write_later(self) -> None:
         """Write up to the last tensor that is not in memory; what is left then is."""
@@ -129,6 +128,8 @@ class Writer:
         memory, self._memory = self._memory, None
         if memory is None:
             return
+        if not self._file.size:  # not before: whoever stages a file does not wait for this
+            _reserve(self._file, round_up(self.size))
         for at in range(0, self._filled, BLOCK):
             if len(self._under_way) == FLIGHT:
                 self._collect()
@@ -151,13 +152,14 @@ class Writer:
             self.progress()
 
 
-def _reserve(file: File) -> None:
+def _reserve(file: File, size: int) -> None:
     """Give the file its size, and its bytes where that costs nothing: a full disk shows now, and blocks are written in any
     order."""
     if not hasattr(os, "posix_fallocate") or Filesystem(file.path).shared:
-        os.ftruncate(file.number, file.size)  # a network's may do the other by writing zeros
+        os.ftruncate(file.number, size)  # a network's may do the other by writing zeros
     else:
-        os.posix_fallocate(file.number, 0, file.size)
+        os.posix_fallocate(file.number, 0, size)
+    file.size = size
 
 
 def write_tensors(path: Path, tensors: Sequence[tuple[str, Tensor | Later]]) -> FileRecord:

@@ -102,7 +102,8 @@ def initialize(
     object, or a function of the parameters) takes the place of the configuration's; a scheduler in the configuration
     takes the place of ``lr_scheduler`` (an object, or a function of the optimizer), and either is said in the log.
     With neither optimizer the engine runs forward only. ``model_parameters`` are the parameters or groups for the
-    configuration's optimizer. ``training_data``: a dataset, to be split over the ranks in micro-batches.
+    configuration's optimizer. ``training_data``: a dataset, to be split over the ranks in micro-batches. An engine that has
+    ``model`` already is closed, and the log says so.
     """
     if model is None:
         raise ConfigError("initialize needs a model: initialize(model=..., config=...)")
@@ -110,7 +111,7 @@ def initialize(
         if value is not None:
             raise ConfigError(f"initialize({name}=...) is not supported in this version: every rank is data-parallel")
     if dist_init_required is False or comm.launched_ranks() > 1:
-        init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
+        comm.init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
     ranks = world_size()
     rank = torch.distributed.get_rank() if ranks > 1 else 0
 
@@ -129,6 +130,8 @@ def initialize(
     if rank == 0:
         logger.info("DeepSpeed info: version=%s, git-hash=%s, git-branch=%s", version, __git_hash__, __git_branch__)
     given, (plan, make_optimizer, scheduler), loader = meeting.all_or_none(prepare)
+    if DeepSpeedEngine.close_former(model) and rank == 0:
+        logger.warning("the model was another engine's, which is closed: what it knew besides the weights is gone with it")
     engine = onecopy.initialize(model, plan, optimizer=make_optimizer, scheduler=scheduler, engine_class=DeepSpeedEngine)
     checkpointing.follow(given)
     section = given.get("zero_optimization") or {}

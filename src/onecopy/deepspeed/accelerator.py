@@ -12,7 +12,7 @@ import torch
 
 from onecopy.comm.groups import local_rank
 
-__all__ = ["Accelerator", "get_accelerator"]
+__all__ = ["Accelerator", "get_accelerator", "is_current_accelerator_supported"]
 
 
 class Accelerator:
@@ -164,3 +164,8 @@ class Accelerator:
 def get_accelerator() -> Accelerator:
     """The device there is."""
     return Accelerator()
+
+
+def is_current_accelerator_supported() -> bool:
+    """Does training work on it? It does wherever torch has collectives."""
+    return torch.distributed.is_available()

@@ -4,22 +4,52 @@ from __future__ import annotations
 
 import logging
 import os
+import weakref
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from onecopy.checkpoint.export import save_weights
+from onecopy.comm import meeting
 from onecopy.deepspeed.client_state import pack, unpack
 from onecopy.deepspeed.comm import get_local_rank
-from onecopy.deepspeed.runtime.base_optimizer import ZeROOptimizer
+from onecopy.deepspeed.runtime.base_optimizer import (
+    DeepSpeedZeroOptimizer,
+    DeepSpeedZeroOptimizer_Stage3,
+    ZeROOptimizer,
+)
+from onecopy.engine.build import Core
 from onecopy.engine.engine import Engine
 from onecopy.errors import ConfigError
 
 __all__ = ["DeepSpeedEngine", "Settings"]
 
 _logger = logging.getLogger("onecopy")
+# Names of DeepSpeed's engine for what is decided before a run here, and what there is instead.
+_ABSENT = {
+    "set_train_batch_size": "the schedule is made for one number of micro-batches; destroy() this engine and initialize "
+    "another with other gradient_accumulation_steps, which takes the weights over",
+    "set_train_micro_batch_size": "a forward pass takes any number of samples; the configuration's is the dataloader's",
+    "offload_states": "states rest where the configuration says: zero_optimization.offload_optimizer and offload_param",
+    "reload_states": "states rest where the configuration says: zero_optimization.offload_optimizer and offload_param",
+}
+_SCRIPT = """\
+# Plain weights out of the checkpoints in this folder: python zero_to_fp32.py . OUTPUT_DIR
+from onecopy.deepspeed.utils.zero_to_fp32 import main
+
+if __name__ == "__main__":
+    main()
+"""
+
+
+def _leave_script(folder: Path) -> None:
+    """Put beside the checkpoints the script by whose name people turn them into plain weights."""
+    path = folder / "zero_to_fp32.py"
+    if not path.exists():
+        path.write_text(_SCRIPT)
 
 
 @dataclass(frozen=True)
@@ -39,17 +69,38 @@ class DeepSpeedEngine(Engine):
     model's own method.
     """
 
+    _all: ClassVar[weakref.WeakSet[DeepSpeedEngine]] = weakref.WeakSet()
     settings: Settings
     _shown: ZeROOptimizer | None = None
     _moved: bool = False
     overflow: bool = False  # was the last window skipped, because a gradient was not finite?
+
+    def __init__(self, module: nn.Module, core: Core) -> None:
+        super().__init__(module, core)
+        self._all.add(self)
+
+    @classmethod
+    def close_former(cls, model: nn.Module) -> bool:
+        """Close engines that have parameters of ``model``; were there any?
+
+        A trainer that is made for a model which another one has trained knows nothing of the former's engine, and the newest
+        is the one that is used.
+        """
+        wanted = set(model.parameters())
+        former = [engine for engine in cls._all if not (engine._closed or wanted.isdisjoint(engine.module.parameters()))]
+        for engine in former:
+            engine.close()
+        return bool(former)
 
     @property
     def optimizer(self) -> torch.optim.Optimizer | None:
         """The caller's optimizer, in a wrapper that also answers ``overflow``, ``loss_scale`` and ``.optimizer``."""
         own = self._core.optimizer
         if own is not None and (self._shown is None or self._shown.optimizer is not own):
-            self._shown = ZeROOptimizer(own, self)
+            cut = any(not rule.row.optimizer.replicated for rule in self.plan.rules)
+            states_cut = DeepSpeedZeroOptimizer if cut else ZeROOptimizer
+            shown = DeepSpeedZeroOptimizer_Stage3 if self.zero_optimization_partition_weights() else states_cut
+            self._shown = shown(own, self)
         return self._shown
 
     def __getattr__(self, name: str) -> Any:
@@ -58,6 +109,8 @@ class DeepSpeedEngine(Engine):
         except AttributeError:
             if name in ("module", "settings"):  # not there yet, or no engine at all
                 raise
+            if name in _ABSENT and not hasattr(self.module, name):
+                raise AttributeError(f"the engine has no {name}(): {_ABSENT[name]}") from None
             return getattr(self.module, name)
 
     # training ----------------------------------------------------------------------------------------------------
@@ -107,6 +160,18 @@ class DeepSpeedEngine(Engine):
         """Learning rates, one per parameter group."""
         return self.lr()
 
+    def get_mom(self) -> list[Any]:
+        """First moments' decay, one per parameter group: ``betas`` of Adam's kind, ``momentum`` of SGD's."""
+        return [group.get("betas", group.get("momentum")) for group in self._optimizer().param_groups]
+
+    def get_batch_info(self) -> tuple[int, int, int]:
+        """``(train_batch_size(), train_micro_batch_size_per_gpu(), gradient_accumulation_steps())``."""
+        return self.train_batch_size(), self.train_micro_batch_size_per_gpu(), self.gradient_accumulation_steps()
+
+    def empty_partition_cache(self) -> None:
+        """Give back what is gathered: a forward pass without backward, as in generation, may leave the last units whole."""
+        self._core.gathering.release_units()
+
     @property
     def lr_scheduler(self) -> Any:
         """The learning-rate scheduler; may be set, also to None."""
@@ -145,6 +210,10 @@ class DeepSpeedEngine(Engine):
     def zero_optimization_stage(self) -> int:
         """``zero_optimization.stage`` of the configuration."""
         return self.settings.stage
+
+    def zero_optimization(self) -> bool:
+        """Is a stage above 0 asked for?"""
+        return bool(self.settings.stage)
 
     def zero_optimization_partition_weights(self) -> bool:
         """Are parameters cut over the ranks while nobody uses them?"""
@@ -194,7 +263,8 @@ class DeepSpeedEngine(Engine):
         save_latest: bool = True,
         exclude_frozen_parameters: bool = False,
     ) -> bool:
-        """Save everything to ``save_dir/tag`` (by default ``global_step<N>``); every rank must call it.
+        """Save everything to ``save_dir/tag`` (by default ``global_step<N>``); every rank must call it. ``save_dir`` also
+        gets the script ``zero_to_fp32.py``, which runs :mod:`onecopy.deepspeed.utils.zero_to_fp32`.
 
         ``client_state``: tensors and plain values, in containers, that :meth:`load_checkpoint` gives back.
         ``save_latest``: also make it the one that a load without a tag finds. ``exclude_frozen_parameters``: leave out
@@ -204,6 +274,7 @@ class DeepSpeedEngine(Engine):
         named = str(tag) if tag is not None else f"global_step{self.global_steps}"
         frozen = not exclude_frozen_parameters
         self.save(os.fspath(save_dir), named, client_state=pack(client_state), latest=save_latest, frozen=frozen)
+        meeting.from_rank0(lambda: _leave_script(Path(save_dir)))
         return True
 
     def load_checkpoint(

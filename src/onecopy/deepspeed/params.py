@@ -87,6 +87,7 @@ _ANSWERS: dict[str, Callable[[Home], Any]] = {
     "ds_persist": lambda home: False,
     "ds_active_sub_modules": lambda home: set(),
     "ds_process_group": lambda home: dist.group.WORLD if world_size() > 1 else None,
+    "ds_zero_param_process_group": lambda home: dist.group.WORLD if world_size() > 1 else None,
     "ds_zero_partition_rank": lambda home: _rank(),
     "ds_zero_partition_world_size": lambda home: world_size(),
 }

@@ -15,7 +15,9 @@ from onecopy.engine.parameter import home_of
 from onecopy.errors import EngineError, RankMismatchError
 from onecopy.tiers.held import Held
 
-__all__ = ["read_grad", "read_param", "read_state", "write_grad", "write_param", "write_state"]
+__all__ = [
+    "at_rest", "gradients_of", "read_grad", "read_param", "read_state", "sum_of", "write_grad", "write_param", "write_state",
+]  # fmt: skip
 
 
 def _home(param: nn.Parameter) -> tuple[ParameterHome, Core]:
@@ -28,8 +30,9 @@ def _home(param: nn.Parameter) -> tuple[ParameterHome, Core]:
     raise EngineError(f"a parameter of shape {tuple(param.shape)} belongs to no engine; call onecopy.initialize first")
 
 
-def _at_rest(param: nn.Parameter, what: str) -> tuple[ParameterHome, Core]:
-    """The same where no step is half done, see :meth:`~onecopy.engine.step.Stepper.refuse_between`."""
+def at_rest(param: nn.Parameter, what: str) -> tuple[ParameterHome, Core]:
+    """The home of ``param`` and what its engine runs on, where no step is half done, see
+    :meth:`~onecopy.engine.step.Stepper.refuse_between`."""
     home, core = _home(param)
     if core.stepper is not None:
         core.stepper.refuse_between(f"{what}() of {home.name!r}")
@@ -63,7 +66,7 @@ def read_param(param: nn.Parameter) -> torch.Tensor:
     """See :func:`onecopy.full_param`."""
     if home_of(param) is None and not param.numel():
         return param.detach().float()
-    home, core = _at_rest(param, "full_param")
+    home, core = at_rest(param, "full_param")
     _agree("full_param", home)
     home.weights.notice_writes()
     state, base = home.weights.state, home.weights.stepped()[0]
@@ -80,7 +83,7 @@ def write_param(param: nn.Parameter, value: torch.Tensor) -> None:
     """See :func:`onecopy.set_full_param`."""
     if home_of(param) is None and not param.numel():
         return
-    home, _ = _at_rest(param, "set_full_param")
+    home, _ = at_rest(param, "set_full_param")
     weights, flat = home.weights, _checked(home, value)
     with torch.no_grad(), weights.writing():
         if weights.present:
@@ -92,7 +95,8 @@ def write_param(param: nn.Parameter, value: torch.Tensor) -> None:
         weights.follow(home.slot, flat)
 
 
-def _gradients(home: ParameterHome, core: Core) -> Gradients:
+def gradients_of(home: ParameterHome, core: Core) -> Gradients:
+    """The gradients of the buffer that the parameter lies in. Raises :class:`EngineError` where it is not trained."""
     for unit in core.run.units:
         for gradients in unit.gradients:
             if gradients.spec is home.weights.spec:
@@ -100,7 +104,8 @@ def _gradients(home: ParameterHome, core: Core) -> Gradients:
     raise EngineError(f"parameter {home.name!r} is not trained by this engine: it has no gradient")
 
 
-def _sum_of(gradients: Gradients) -> Held | None:
+def sum_of(gradients: Gradients) -> Held | None:
+    """What of a buffer's gradient is there so far; None before a backward pass."""
     return gradients.total if gradients.total is not None else gradients.sums.current
 
 
@@ -111,8 +116,8 @@ def read_grad(param: nn.Parameter) -> torch.Tensor | None:
     home, core = _home(param)
     _agree("full_grad", home)
     core.rounds.gather_late()
-    gradients = _gradients(home, core)
-    held = _sum_of(gradients)
+    gradients = gradients_of(home, core)
+    held = sum_of(gradients)
     if held is None or home.name in gradients.marks.cleared:
         return None
     low, high, start = gradients.part(held, home.slot)
@@ -123,10 +128,10 @@ def read_grad(param: nn.Parameter) -> torch.Tensor | None:
 
 def write_grad(param: nn.Parameter, value: torch.Tensor) -> None:
     """See :func:`onecopy.set_full_grad`. Raises :class:`EngineError` when there is no gradient to replace."""
-    home, core = _at_rest(param, "set_full_grad")
-    gradients = _gradients(home, core)
+    home, core = at_rest(param, "set_full_grad")
+    gradients = gradients_of(home, core)
     core.rounds.gather_late()
-    held = _sum_of(gradients)
+    held = sum_of(gradients)
     if held is None:
         raise EngineError(f"parameter {home.name!r} has no gradient yet in this window: run backward first")
     if core.stepper is not None:
@@ -140,7 +145,7 @@ def write_grad(param: nn.Parameter, value: torch.Tensor) -> None:
 
 def read_state(param: nn.Parameter, name: str) -> torch.Tensor | None:
     """See :func:`onecopy.full_state`."""
-    home, core = _at_rest(param, "full_state")
+    home, core = at_rest(param, "full_state")
     _agree("full_state", home)
     if core.tiles is None:
         raise EngineError("this engine has no optimizer, so it has no optimizer states")
@@ -178,7 +183,7 @@ def _known_states(state: dict[str, object]) -> str:
 
 def write_state(param: nn.Parameter, name: str, value: torch.Tensor) -> None:
     """See :func:`onecopy.set_full_state`. Raises :class:`EngineError` for a state the optimizer does not have."""
-    home, core = _at_rest(param, "set_full_state")
+    home, core = at_rest(param, "set_full_state")
     if core.tiles is None:
         raise EngineError("this engine has no optimizer, so it has no optimizer states")
     flat = _checked(home, value)

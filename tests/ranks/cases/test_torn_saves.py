@@ -229,7 +229,7 @@ ON_A_SMALL_DISK = """
         engine.save(folder, "behind", asynchronous=True)
         writer.Writer.finish = finish
         if rank == 0:
-            # The tensors' room is taken when the save begins; nothing is left for the manifest.
+            # Nothing is left when the save's thread takes the room of its file.
             with open(f"{disk}/filler", "wb", buffering=0) as file, contextlib.suppress(OSError):
                 while True:
                     file.write(bytes(4096))

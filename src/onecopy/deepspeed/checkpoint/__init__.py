@@ -1,5 +1,5 @@
 """``deepspeed.checkpoint``."""
 
-from onecopy.deepspeed.checkpoint import utils
+from onecopy.deepspeed.checkpoint import constants, utils
 
-__all__ = ["utils"]
+__all__ = ["constants", "utils"]

@@ -15,7 +15,9 @@ from torch import nn
 if TYPE_CHECKING:
     from onecopy.deepspeed.engine import DeepSpeedEngine
 
-__all__ = ["DeepSpeedOptimizer", "ParameterOffload", "ZeROOptimizer"]
+__all__ = [
+    "DeepSpeedOptimizer", "DeepSpeedZeroOptimizer", "DeepSpeedZeroOptimizer_Stage3", "ParameterOffload", "ZeROOptimizer",
+]  # fmt: skip
 
 
 class DeepSpeedOptimizer:
@@ -116,6 +118,14 @@ class ZeROOptimizer(DeepSpeedOptimizer, torch.optim.Optimizer):
 
     def __repr__(self) -> str:
         return f"ZeROOptimizer({self.optimizer!r})"
+
+
+class DeepSpeedZeroOptimizer(ZeROOptimizer):
+    """Where the states of the optimizer are cut over the ranks and the parameters are not (stages 1 and 2)."""
+
+
+class DeepSpeedZeroOptimizer_Stage3(ZeROOptimizer):
+    """Where the parameters are cut as well (stage 3)."""
 
 
 class ParameterOffload:

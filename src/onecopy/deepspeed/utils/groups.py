@@ -27,6 +27,10 @@ get_data_parallel_world_size = _get_data_parallel_world_size
 get_data_parallel_rank = _get_data_parallel_rank
 
 
+def _get_sequence_parallel_group() -> None:
+    """Sequences are not split over ranks."""
+
+
 def _get_sequence_parallel_world_size() -> int:
     return 1
 

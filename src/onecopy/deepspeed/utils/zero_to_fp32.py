@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -23,6 +24,8 @@ __all__ = [
     "convert_zero_checkpoint_to_fp32_state_dict",
     "convert_zero_checkpoint_to_state_dict",
     "get_fp32_state_dict_from_zero_checkpoint",
+    "get_model_state_file",
+    "get_optim_files",
     "load_state_dict_from_zero_checkpoint",
     "main",
 ]
@@ -84,6 +87,30 @@ def get_fp32_state_dict_from_zero_checkpoint(
         return state
     read = {id(lazy): lazy.contiguous() for lazy in state.values()}
     return {name: read[id(lazy)] for name, lazy in state.items()}
+
+
+def get_model_state_file(checkpoint_dir: str | os.PathLike[str], zero_stage: int) -> str:
+    """The file of a DeepSpeed checkpoint's tag folder that has the module, its first part where it is cut over ranks, which
+    the names of the files say and ``zero_stage`` need not.
+
+    Raises FileNotFoundError; ours have no such file, and :func:`get_fp32_state_dict_from_zero_checkpoint` reads both.
+    """
+    return _files(checkpoint_dir, "*mp_rank_00_model_states.pt")[0]
+
+
+def get_optim_files(checkpoint_dir: str | os.PathLike[str]) -> list[str]:
+    """The files of a DeepSpeed checkpoint's tag folder that have optimizer states, by rank. Raises FileNotFoundError."""
+    return _files(checkpoint_dir, "*_optim_states.pt")
+
+
+def _files(folder: str | os.PathLike[str], pattern: str) -> list[str]:
+    def numbers(path: Path) -> list[int]:
+        return [int(digits) for digits in re.findall(r"\d+", path.name)]
+
+    found = sorted(Path(folder).glob(pattern), key=numbers)
+    if not found:
+        raise FileNotFoundError(f"there is no {pattern} in {os.fspath(folder)!r}: it is no tag folder of DeepSpeed's")
+    return [str(path) for path in found]
 
 
 def convert_zero_checkpoint_to_state_dict(
