@@ -241,7 +241,7 @@ ON_A_SMALL_DISK = """
             said = "no error"
         except CheckpointError as error:
             said = str(error)
-        left = os.listdir(folder)
+        left = os.path.exists(folder)
         torch.distributed.barrier()
         if rank == 0:
             os.remove(f"{disk}/filler")
@@ -304,7 +304,7 @@ def test_a_disk_that_is_too_small(tmp_path: Path) -> None:
     assert one == two
     for name, (text, left, same, count, (behind, left_behind)) in one.items():
         assert "the asynchronous save of" in behind and "No space left on device" in behind, behind
-        assert left_behind == []
+        assert left_behind is False
         assert text.startswith("no space to save in"), f"{name}: {text}"
         assert re.search(r"needs [\d.]+ [KM]iB, [\d.]+ [KM]iB are free", text), text
         assert left == ["good", "latest"], name
