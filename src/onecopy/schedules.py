@@ -311,8 +311,14 @@ class OneCycle(_Curve):
         height = self._height()
         return [high - (high - low) * height for low, high in zip(*self.momentum_bounds, strict=True)]
 
+    def get_mom(self) -> list[tuple[float, float]] | None:
+        """Both betas of this iteration, one pair per group, as DeepSpeed has them; None without ``cycle_momentum``."""
+        if not self.cycle_momentum:
+            return None
+        groups = self.optimizer.param_groups
+        return [(beta, group["betas"][1]) for beta, group in zip(self.get_momentum(), groups, strict=True)]
+
     def _apply(self) -> None:
         super()._apply()
-        if self.cycle_momentum:
-            for group, beta in zip(self.optimizer.param_groups, self.get_momentum(), strict=True):
-                group["betas"] = (beta, group["betas"][1])
+        for group, betas in zip(self.optimizer.param_groups, self.get_mom() or [], strict=self.cycle_momentum):
+            group["betas"] = betas

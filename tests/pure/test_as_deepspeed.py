@@ -18,9 +18,11 @@ import torch
 import onecopy.deepspeed as deepspeed
 from onecopy.deepspeed import alias
 from onecopy.deepspeed.launcher.runner import parse_args, parse_resource_filter
+from onecopy.deepspeed.ops.adam import DeepSpeedCPUAdam
 from onecopy.deepspeed.ops.lion import DeepSpeedCPULion
 from onecopy.deepspeed.version import version
 from onecopy.errors import ConfigError
+from onecopy.plan.recipe import SCHEDULES
 
 pytestmark = pytest.mark.pure
 
@@ -104,6 +106,7 @@ utils safe_set_full_fp32_param safe_set_full_grad safe_set_full_optimizer_state 
 utils unset_z3_leaf_modules get_z3_leaf_modules z3_leaf_module safe_get_local_fp32_param safe_get_local_grad
 utils safe_get_local_optimizer_state safe_set_local_fp32_param safe_set_local_grad safe_set_local_optimizer_state
 utils safe_update_full_grad_vectorized RepeatingLoader log_dist_once set_log_level_from_string
+utils set_z3_leaf_modules_by_name set_z3_leaf_modules_by_suffix
 utils.tensor_fragment safe_get_full_fp32_param safe_set_local_grad fragment_address
 utils.zero_to_fp32 get_fp32_state_dict_from_zero_checkpoint get_model_state_file get_optim_files
 utils.logging logger log_dist
@@ -111,7 +114,7 @@ utils.groups _get_sequence_parallel_group _get_sequence_parallel_world_size _get
 utils.groups _get_data_parallel_group _get_data_parallel_world_size _get_data_parallel_rank
 runtime.engine DeepSpeedEngine
 runtime.base_optimizer DeepSpeedOptimizer
-runtime.lr_schedules VALID_LR_SCHEDULES WarmupLR WarmupDecayLR WarmupCosineLR OneCycle LRRangeTest
+runtime.lr_schedules VALID_LR_SCHEDULES WarmupLR WarmupDecayLR WarmupCosineLR OneCycle LRRangeTest WARMUP_LOG_RATE
 runtime.zero.partition_parameters ZeroParamStatus zero_wrapper_for_fp_tensor_constructor _orig_torch_arange get_accelerator
 runtime.zero.partition_parameters GatheredParameters Init
 runtime.zero.config ZeroStageEnum
@@ -148,7 +151,9 @@ SIGNATURES = {
     "fp32_optimizer_states",
     "checkpointing.configure": "mpu_ deepspeed_config partition_activations contiguous_checkpointing num_checkpoints "
     "checkpoint_in_cpu synchronize profile",
-    "utils.set_z3_leaf_modules": "model leaf_module_classes",
+    "utils.set_z3_leaf_modules": "model leaf_module_classes raise_if_not_found",
+    "utils.set_z3_leaf_modules_by_name": "model module_names flag raise_if_not_found",
+    "launcher.runner.parse_resource_filter": "host_info include_str exclude_str",
 }
 ENGINE = (
     "backward step train eval forward zero_grad no_sync set_gradient_accumulation_boundary get_global_grad_norm "
@@ -192,13 +197,16 @@ def test_what_is_not_there_says_so() -> None:
 
 def test_devices_of_the_command_line() -> None:
     hosts = {"localhost": [0, 1, 2], "other": [0, 1]}
-    assert parse_resource_filter(hosts, include="localhost:2,0@other") == {"localhost": [0, 2], "other": [0, 1]}
-    assert parse_resource_filter(hosts, exclude="other@localhost:1") == {"localhost": [0, 2]}
+    assert parse_resource_filter(hosts, include_str="other@localhost:2,0") == {"localhost": [0, 2], "other": [0, 1]}
+    assert list(parse_resource_filter(hosts, "other@localhost")) == ["localhost", "other"]
+    assert parse_resource_filter(hosts, include_str="localhost:1,1@localhost:0") == {"localhost": [0, 1]}
+    assert parse_resource_filter(hosts, exclude_str="other:0@other:1") == {"localhost": [0, 1, 2]}
+    assert parse_resource_filter(hosts, exclude_str="other@localhost:1") == {"localhost": [0, 2]}
     for wrong, said in (("nobody", "not there"), ("other:5", "no device 5"), ("other:a", "whole numbers")):
         with pytest.raises(ConfigError, match=said):
-            parse_resource_filter(hosts, include=wrong)
+            parse_resource_filter(hosts, include_str=wrong)
     with pytest.raises(ConfigError, match="one of them"):
-        parse_resource_filter(hosts, include="other", exclude="other")
+        parse_resource_filter(hosts, include_str="other", exclude_str="other")
     asked = parse_args(["--num_gpus", "2", "--no_local_rank", "train.py", "--deepspeed_config", "x.json"])
     assert (asked.num_gpus, asked.user_script, asked.user_args) == (2, "train.py", ["--deepspeed_config", "x.json"])
 
@@ -254,3 +262,71 @@ def test_leaf_modules() -> None:
     assert deepspeed.utils.get_z3_leaf_modules(model) == []
     with pytest.raises(ValueError, match="no module"):
         deepspeed.utils.set_z3_leaf_modules(model, ["Nobody"])
+    assert deepspeed.utils.set_z3_leaf_modules(model, ["Nobody"], raise_if_not_found=False) == []
+
+
+def test_leaf_modules_by_their_names() -> None:
+    model = torch.nn.ModuleDict({each: torch.nn.Sequential(torch.nn.Linear(2, 2)) for each in ("a", "b")})
+    by_name, by_suffix = deepspeed.utils.set_z3_leaf_modules_by_name, deepspeed.utils.set_z3_leaf_modules_by_suffix
+    with pytest.raises(ValueError, match=r"called 'c'"):
+        by_name(model, ["a", "c"])
+    assert deepspeed.utils.get_z3_leaf_modules(model) == []
+    assert by_name(model, ["b", "c"], raise_if_not_found=False) == ([model["b"]], ["c"])
+    assert by_suffix(model, [".0", "a.0", "b.1"], raise_if_not_found=False) == ([model["a"][0], model["b"][0]], ["b.1"])
+    assert deepspeed.utils.get_z3_leaf_modules(model) == [model["a"][0], model["b"], model["b"][0]]
+    assert by_suffix(model, ["0", "b"], flag=False)[1] == []
+    assert deepspeed.utils.get_z3_leaf_modules(model) == []
+
+
+def test_the_names_of_schedules_and_their_keys() -> None:
+    """A section of the JSON that a program writes with these names is one that is known here."""
+    constants = {name: value for name, value in vars(deepspeed.runtime.lr_schedules).items() if name.isupper()}
+    kinds, rates = constants.pop("VALID_LR_SCHEDULES"), [constants.pop(f"WARMUP_{each}_RATE") for each in ("LOG", "LINEAR")]
+    assert sorted(kinds) == sorted(SCHEDULES) == sorted(set(constants.values()) & set(SCHEDULES))
+    keys = {value: name for name, value in constants.items() if value not in SCHEDULES}
+    assert all(name == value.upper() for value, name in keys.items())
+    known = {key for each in SCHEDULES.values() for key in each}
+    assert known - set(keys) == {"last_batch_iteration", "cycle_momentum"} and set(keys) <= known
+    assert rates == ["log", "linear"]
+
+
+@pytest.mark.parametrize("decoupled", [True, False])
+def test_moments_of_narrow_parameters_are_wide(decoupled: bool) -> None:
+    """``DeepSpeedCPUAdam`` stepped by hand on bf16: what fp32 Adam does, rounded once a step, also after a reload."""
+    torch.manual_seed(0)
+    param, other = (torch.nn.Parameter(torch.randn(9).to(dtype)) for dtype in (torch.bfloat16, torch.float32))
+    weights = torch.nn.Parameter(param.detach().float())
+    options: dict[str, Any] = {"lr": 0.1, "weight_decay": 0.1}
+    optimizer = DeepSpeedCPUAdam([param, other], **options, adamw_mode=decoupled)
+    reference = (torch.optim.AdamW if decoupled else torch.optim.Adam)([weights], **options)
+    before = other.detach().clone()
+    for step in range(4):
+        param.grad = torch.randn(9).bfloat16()
+        other.grad = torch.ones(9)
+        weights.grad = param.grad.float()
+        if step == 2:
+            kept = optimizer.state_dict()
+            optimizer = DeepSpeedCPUAdam([param, other], **options, adamw_mode=decoupled)
+            optimizer.load_state_dict(kept)
+        assert optimizer.step(lambda: 7) == 7 and param.grad is not None
+        reference.step()
+        weights.data.copy_(weights.detach().bfloat16())
+    assert torch.equal(param.float(), weights) and not torch.equal(other, before)
+    for key, value in reference.state[weights].items():
+        torch.testing.assert_close(optimizer.state[param][key], value, rtol=1e-6, atol=1e-7)
+    plain = DeepSpeedCPUAdam([param], fp32_optimizer_states=False)
+    plain.step()
+    assert plain.state[param]["exp_avg"].dtype == torch.bfloat16
+
+
+def test_an_engine_decides_the_dtype_of_moments_itself() -> None:
+    bf16 = {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
+    for section, dtype in (({"enabled": True}, torch.float32), (bf16, torch.bfloat16)):
+        model = torch.nn.Linear(4, 4).bfloat16()
+        optimizer = DeepSpeedCPUAdam(model.parameters())
+        setup = {"train_batch_size": 1, "bf16": section, "zero_optimization": {"stage": 1}}
+        engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=setup)
+        engine.backward(engine(torch.ones(1, 4).bfloat16()).sum())
+        engine.step()
+        assert {value.dtype for state in optimizer.state.values() for key, value in state.items() if key != "step"} == {dtype}
+        engine.destroy()

@@ -125,6 +125,7 @@ def test_one_cycle_moves_the_first_beta_the_other_way_and_leaves_the_second() ->
     betas = []
     for _ in range(9):
         betas.append(optimizer.param_groups[0]["betas"])
+        assert schedule.get_mom() == [betas[-1]]
         optimizer.step()
         schedule.step()
     assert [b for b, _ in betas] == pytest.approx([0.9, 0.85, 0.8, 0.85, 0.9, 0.945, 0.99, 0.999, 0.999])
@@ -144,6 +145,7 @@ def test_one_cycle_in_stairs() -> None:
 def test_one_cycle_on_an_optimizer_without_betas_says_so() -> None:
     with pytest.warns(UserWarning, match="SGD has no betas"):
         schedule = schedules.OneCycle(sgd(0.1), 0.1, 1.0, cycle_first_step_size=2)
+    assert schedule.get_mom() is None
     assert curve(schedule, 3) == pytest.approx([0.1, 0.55, 1.0])
 
 

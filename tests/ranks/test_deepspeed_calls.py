@@ -346,7 +346,11 @@ def own_elements(rank: int, world: int, zero: dict[str, Any]) -> None:
     model.layers[3].bias.requires_grad_(False)
     engine, *_ = deepspeed.initialize(model=model, config=config(3, zero_optimization={"stage": 3, **zero}))
     layers = engine.module.layers
-    assert utils.safe_get_full_grad(layers[3].bias) is None and utils.safe_get_local_grad(layers[3].bias) is None
+    for read in (utils.safe_get_full_fp32_param, utils.safe_get_full_grad, utils.safe_get_local_fp32_param):
+        assert read(layers[3].bias) is None
+    for read in (utils.safe_get_full_optimizer_state, utils.safe_get_local_optimizer_state):
+        assert read(layers[3].bias, "exp_avg") is None
+    assert utils.safe_get_local_grad(layers[3].bias) is None
     cut = [layer.weight for layer in layers if 0 < layer.weight.ds_tensor.numel() < layer.weight.ds_numel]
     param, name = cut[0], next(name for name, each in engine.module.named_parameters() if each is cut[0])
     elsewhere = next(layer.weight for layer in layers if not layer.weight.ds_tensor.numel())

@@ -41,7 +41,7 @@ from onecopy.deepspeed.runtime.base_optimizer import DeepSpeedOptimizer
 from onecopy.deepspeed.utils.logging import log_dist, logger
 from onecopy.deepspeed.version import git_branch as __git_branch__
 from onecopy.deepspeed.version import git_hash as __git_hash__
-from onecopy.deepspeed.version import version
+from onecopy.deepspeed.version import numbers, version
 from onecopy.errors import ConfigError
 from onecopy.plan.config import DEEPSPEED, load_config, read_config
 from onecopy.plan.plan import Plan
@@ -54,6 +54,7 @@ __all__ = [
 ]  # fmt: skip
 
 __version__ = version
+__version_major__, __version_minor__, __version_patch__ = numbers
 # Names that are no part of training with ZeRO, and what they would be.
 _ABSENT = {
     "tp_model_init": "tensor parallelism",

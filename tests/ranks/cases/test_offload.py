@@ -130,7 +130,6 @@ def test_deepspeeds_names_have_its_arguments_and_refuse_what_torch_cannot_do() -
     assert type(made) is torch.optim.Adagrad and made.param_groups[0]["lr"] == 1e-2
     for call in (
         lambda: DeepSpeedCPUAdam(params, bias_correction=False),
-        lambda: DeepSpeedCPUAdam(params, fp32_optimizer_states=False),
         lambda: DeepSpeedCPUAdam(params, lr=-1.0),
         lambda: DeepSpeedCPUAdagrad(params, amsgrad=True),
     ):

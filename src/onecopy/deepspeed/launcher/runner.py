@@ -63,26 +63,29 @@ def parse_args(args: list[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(args)
 
 
-def parse_resource_filter(hosts: dict[str, list[int]], include: str = "", exclude: str = "") -> dict[str, list[int]]:
-    """Devices by host that are left of ``hosts`` after ``include`` or ``exclude``: ``host:0,2@other``; a host without
-    numbers means all of it. Raises :class:`ConfigError` for both at once, and for hosts and devices that are not there."""
-    if include and exclude:
-        raise ConfigError(f"--include {include} and --exclude {exclude}: give one of them")
-    if not (include or exclude):
-        return hosts
+def parse_resource_filter(
+    host_info: dict[str, list[int]], include_str: str = "", exclude_str: str = ""
+) -> dict[str, list[int]]:
+    """Devices by host that are left of ``host_info``, in its order, after ``include_str`` or ``exclude_str``:
+    ``host:0,2@other``; a host without numbers means all of it, and one named twice both. Raises :class:`ConfigError`, a
+    ValueError, for both at once, and for hosts and devices that are not there."""
+    if include_str and exclude_str:
+        raise ConfigError(f"--include {include_str} and --exclude {exclude_str}: give one of them")
+    if not (include_str or exclude_str):
+        return host_info
     named: dict[str, list[int]] = {}
-    for part in (include or exclude).split("@"):
+    for part in (include_str or exclude_str).split("@"):
         host, colon, numbers = part.partition(":")
-        if host not in hosts:
-            raise ConfigError(f"host {host!r} in {part!r} is not there; there are {', '.join(hosts)}")
-        chosen = [_device(number, part) for number in numbers.split(",")] if colon else hosts[host]
-        missing = sorted(set(chosen) - set(hosts[host]))
+        if host not in host_info:
+            raise ConfigError(f"host {host!r} in {part!r} is not there; there are {', '.join(host_info)}")
+        chosen = [_device(number, part) for number in numbers.split(",")] if colon else host_info[host]
+        missing = sorted(set(chosen) - set(host_info[host]))
         if missing:
-            raise ConfigError(f"{host} has no device {missing[0]}; it has {', '.join(map(str, hosts[host]))}")
-        named[host] = sorted(set(chosen))
-    if include:
-        return named
-    left = {host: [each for each in devices if each not in named.get(host, [])] for host, devices in hosts.items()}
+            raise ConfigError(f"{host} has no device {missing[0]}; it has {', '.join(map(str, host_info[host]))}")
+        named[host] = sorted({*named.get(host, []), *chosen})
+    if include_str:
+        return {host: named[host] for host in host_info if host in named}
+    left = {host: [each for each in devices if each not in named.get(host, [])] for host, devices in host_info.items()}
     return {host: devices for host, devices in left.items() if devices}
 
 

@@ -1,7 +1,8 @@
 """``deepspeed.utils``: tensors of parameters that are sharded, read and written.
 
 ``safe_get_full_*`` and ``safe_set_full_*`` are collective; ``safe_get_local_*`` and ``safe_set_local_*`` are about the
-elements that this rank keeps, flat, of a parameter that is cut (stage 3).
+elements that this rank keeps, flat, of a parameter that is cut (stage 3). A frozen parameter is not trained: every
+``safe_get_*`` of it is None.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ from onecopy.deepspeed.utils.z3_leaf_module import (
     get_z3_leaf_modules,
     set_z3_leaf_module,
     set_z3_leaf_modules,
+    set_z3_leaf_modules_by_name,
+    set_z3_leaf_modules_by_suffix,
     unset_z3_leaf_modules,
     z3_leaf_module,
 )
@@ -49,6 +52,8 @@ __all__ = [
     "set_log_level_from_string",
     "set_z3_leaf_module",
     "set_z3_leaf_modules",
+    "set_z3_leaf_modules_by_name",
+    "set_z3_leaf_modules_by_suffix",
     "unset_z3_leaf_modules",
     "z3_leaf_module",
 ]
@@ -56,18 +61,17 @@ __all__ = [
 
 def safe_get_full_fp32_param(param: nn.Parameter) -> Tensor | None:
     """The whole parameter from its fp32 master weights where it has some; fp32, ``param``'s shape."""
-    return onecopy.full_param(param)
+    return onecopy.full_param(param) if param.requires_grad else None
 
 
 def safe_get_full_grad(param: nn.Parameter) -> Tensor | None:
-    """The whole gradient, averaged over ranks and accumulated so far; fp32. None where there is none, as of a
-    frozen parameter."""
+    """The whole gradient, averaged over ranks and accumulated so far; fp32. None where there is none."""
     return onecopy.full_grad(param) if param.requires_grad else None
 
 
 def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> Tensor | None:
     """The whole of an optimizer state such as ``"exp_avg"``; fp32. None before the optimizer has made it."""
-    return onecopy.full_state(param, optim_state_key)
+    return onecopy.full_state(param, optim_state_key) if param.requires_grad else None
 
 
 def safe_set_full_fp32_param(param: nn.Parameter, value: Tensor) -> None:
@@ -93,9 +97,9 @@ def safe_update_full_grad_vectorized(param_list: Iterable[nn.Parameter], update_
             onecopy.set_full_grad(param, update_func(gradient, param))
 
 
-def safe_get_local_fp32_param(param: nn.Parameter) -> Tensor:
+def safe_get_local_fp32_param(param: nn.Parameter) -> Tensor | None:
     """This rank's elements from the master weights where there are some; fp32."""
-    return local.read_param(param)
+    return local.read_param(param) if param.requires_grad else None
 
 
 def safe_set_local_fp32_param(param: nn.Parameter, value: Tensor) -> None:
@@ -104,8 +108,7 @@ def safe_set_local_fp32_param(param: nn.Parameter, value: Tensor) -> None:
 
 
 def safe_get_local_grad(param: nn.Parameter) -> Tensor | None:
-    """This rank's elements of the gradient, averaged over ranks and accumulated so far; fp32. None where there is none,
-    as of a frozen parameter."""
+    """This rank's elements of the gradient, averaged over ranks and accumulated so far; fp32. None where there is none."""
     return local.read_grad(param) if param.requires_grad else None
 
 
@@ -116,7 +119,7 @@ def safe_set_local_grad(param: nn.Parameter, value: Tensor) -> None:
 
 def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str) -> Tensor | None:
     """This rank's elements of an optimizer state such as ``"exp_avg"``; fp32. None before the optimizer has made it."""
-    return local.read_state(param, optim_state_key)
+    return local.read_state(param, optim_state_key) if param.requires_grad else None
 
 
 def safe_set_local_optimizer_state(param: nn.Parameter, value: Tensor, optim_state_key: str) -> None:
