@@ -113,7 +113,7 @@ def test_a_rank_that_raises_is_the_one_that_is_told(tmp_path: Path) -> None:
             if RANK == 1 and step == 2:
                 raise ValueError("batch 2 is broken")
     """
-    ended = run(tmp_path, body, 3)
+    ended = run(tmp_path, body, 3, patience=60)  # it does not end the job here
     assert ended.code == 1, ended.text
     assert "rank 1" in ended.text.split("failed first")[0], ended.text
     assert ended.text.rstrip().endswith("ValueError: batch 2 is broken"), ended.text
@@ -125,7 +125,7 @@ def test_a_killed_rank_is_the_one_that_is_told(tmp_path: Path) -> None:
             if RANK == 2 and step == 1:
                 os.kill(os.getpid(), signal.SIGKILL)
     """
-    ended = run(tmp_path, body, 3)
+    ended = run(tmp_path, body, 3, patience=60)
     assert ended.code == 128 + 9, ended.text
     assert re.search(r"rank 2 \(pid \d+\) failed first.*\n?.*SIGKILL.*ran out of memory", ended.text), ended.text
 

@@ -165,7 +165,14 @@ def test_a_given_port_is_used_and_a_taken_one_refused(tmp_path: Path) -> None:
 
 def test_two_nodes_of_one_machine_form_one_job(tmp_path: Path) -> None:
     (tmp_path / "hosts").write_text("127.0.0.1 slots=1\nlocalhost slots=2\n")
-    body = "import os\nopen('rank' + os.environ['RANK'], 'w').write(os.environ['WORLD_SIZE'])"
+    body = """
+        import os, torch, torch.distributed as dist
+        dist.init_process_group("gloo")
+        ranks = torch.ones(1)
+        dist.all_reduce(ranks)
+        open("rank" + os.environ["RANK"], "w").write(str(int(ranks)))
+        dist.destroy_process_group()
+    """
     path = script(tmp_path, body)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

@@ -387,6 +387,7 @@ def test_every_file_of_every_plan_opens_without_pickle(tmp_path: Path, world: in
 
     run_ranks(save_every_kind, world, str(tmp_path), dtypes)
     files = [file for file in tmp_path.rglob("*") if file.is_file()]
+    files = [file for file in files if file.name != "zero_to_fp32.py"]  # the script that save_checkpoint leaves beside
     assert len({file.suffix for file in files}) == 4
     for file in files:
         if file.suffix == ".pt":
