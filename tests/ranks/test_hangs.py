@@ -130,6 +130,7 @@ def test_a_killed_rank_is_the_one_that_is_told(tmp_path: Path) -> None:
     assert re.search(r"rank 2 \(pid \d+\) failed first.*\n?.*SIGKILL.*ran out of memory", ended.text), ended.text
 
 
+@pytest.mark.long
 def test_a_stopped_rank_is_ended_and_those_that_waited_are_told(tmp_path: Path) -> None:
     body = """
         def before(step):

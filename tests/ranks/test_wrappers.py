@@ -83,8 +83,18 @@ def checkpointed_run(rank: int, world: int, place: str, options: dict[str, Any],
     return out
 
 
-@pytest.mark.parametrize("frozen", [False, True], ids=["trained", "frozen norms"])
-@pytest.mark.parametrize("options", [{}, {"dtype": "bf16"}, {"accumulation": 2, "clip": 0.5}], ids=str)
+@pytest.mark.parametrize(
+    ("options", "frozen"),
+    [
+        ({}, False),
+        ({"dtype": "bf16"}, False),
+        ({"accumulation": 2, "clip": 0.5}, True),
+        pytest.param({}, True, marks=pytest.mark.long),
+        pytest.param({"dtype": "bf16"}, True, marks=pytest.mark.long),
+        pytest.param({"accumulation": 2, "clip": 0.5}, False, marks=pytest.mark.long),
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("place", ["around", "inside"])
 def test_checkpointing_is_bit_equal_to_not_checkpointing(place: str, options: dict[str, Any], frozen: bool) -> None:
     low = options.get("dtype") is not None

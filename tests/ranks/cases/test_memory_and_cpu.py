@@ -85,6 +85,7 @@ class Typed(nn.Module):
         return F.mse_loss((x + self.shift).float(), y.float())
 
 
+@pytest.mark.long
 def test_reading_writing_saving_and_loading_leave_no_tensors(tmp_path: Path) -> None:
     """Rounds of steps, setters, gathers, saves and loads: the number of live tensors stays the same (row 69)."""
     for run in run_ranks(steady, 2, str(tmp_path)):

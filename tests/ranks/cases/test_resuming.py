@@ -257,6 +257,7 @@ def fresh_processes() -> None:
     harness._workers().close()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("world", [2])
 def test_ten_steps_are_five_and_five_in_new_processes(tmp_path: Path, world: int) -> None:
     """Dropout, shuffled data stopped within an epoch, a cosine, a loss scale that moves: rates, scales, skipped
