@@ -100,7 +100,18 @@ def test_verify_names_what_is_damaged(place: Path) -> None:
     assert f"{path.relative_to(place)} is damaged: bytes 0 to {len(content)} have checksum" in problem
     part = place / "deepspeed" / "run" / f"global_step{BEFORE}" / "zero_pp_rank_1_mp_rank_00_optim_states.pt"
     part.write_bytes(part.read_bytes()[:-50])
-    assert "cannot be read" in run("checkpoint", "verify", "deepspeed/run", code=1)
+    (problem,) = json.loads(run("checkpoint", "verify", "deepspeed/run", "--json", code=1))["problems"]
+    assert "cannot be read" in problem
+
+
+def test_verify_reads_the_optimizers_states_of_another_library_too(place: Path) -> None:
+    start().save("runs/a", "one")
+    run("checkpoint", "convert", "runs/a", "there", "--to", "dcp")
+    assert "all of it can be read" in run("checkpoint", "verify", "there")
+    (path,) = (place / "there").glob("*.distcp")
+    os.truncate(path, path.stat().st_size - 200)
+    (problem,) = json.loads(run("checkpoint", "verify", "there", "--json", code=1))["problems"]
+    assert "cannot be read" in problem
 
 
 def test_verify_does_not_pass_over_the_newest(place: Path) -> None:

@@ -190,6 +190,13 @@ def test_layouts_that_cannot_be(plan: Plan, said: str) -> None:
         check(plan, UNITS, 4)
 
 
+def test_gradients_that_every_rank_has_whole_stay_on_the_device() -> None:
+    for number in (0, 1):
+        with pytest.raises(PlanError, match=r"gradient='disk' beside gradients that every rank has whole: .* stage\(2\)"):
+            offload(stage(number), "disk", gradient="disk", scratch="/tmp")
+    assert offload(stage(1), gradient="device") == offload(stage(1))
+
+
 def test_layouts_that_cannot_be_are_found_behind_other_rules() -> None:
     good, bad = stage(2).rules[0].row, with_row(gradient=CUT).rules[0].row
     with pytest.raises(PlanError, match=r"block\.bias"):

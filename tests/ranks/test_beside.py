@@ -347,15 +347,11 @@ def test_a_wait_for_a_delayed_step_that_is_interrupted_goes_on_with_the_next() -
 
     tiles._kernel = slow
     engine.step()
-    presses = threading.Timer(0.2, lambda: os.kill(os.getpid(), signal.SIGINT))
-    # A shell has what it starts in the background ignore it.
-    former = signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
-        presses.start()
-        with pytest.raises(KeyboardInterrupt):
-            engine.finish_step()
-    finally:
-        signal.signal(signal.SIGINT, former)
+    former = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell has its background ignore it
+    threading.Timer(0.2, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
+    with pytest.raises(KeyboardInterrupt):
+        engine.finish_step()
+    signal.signal(signal.SIGINT, former)
     going.set()
     engine.finish_step()
     twin = onecopy.initialize(stack(), plan(2, "boundary"), optimizer=adamw)

@@ -244,6 +244,27 @@ def names_of(rank: int, world: int) -> None:
     assert engine.lr_scheduler is None
 
 
+@pytest.mark.parametrize(
+    "section",
+    [
+        {"scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": "auto", "warmup_num_steps": "auto"}}},
+        {"scheduler": {"type": "WarmupCosineLR", "params": {"total_num_steps": 100, "warmup_num_steps": "auto"}}},
+        {"scheduler": {"type": "OneCycle", "params": {"cycle_min_lr": "auto", "cycle_max_lr": "auto"}}},
+        {"optimizer": {"type": "auto", "params": {"lr": "auto"}}},
+    ],
+    ids=str,
+)
+def test_parameters_are_born_sharded_before_a_trainer_has_filled_in_what_is_auto(section: dict[str, Any]) -> None:
+    """``from_pretrained`` under a trainer's configuration: what is left of a scheduler without its "auto" is no whole."""
+    setup = {"train_batch_size": "auto", "zero_optimization": {"stage": 3, "offload_param": {"device": "auto"}}, **section}
+    with deepspeed.zero.Init(config_dict_or_path=setup):
+        layer = nn.Linear(4, 3)
+    assert layer.weight.shape == (3, 4)
+    wrong = setup | {"zero_optimization": {"stage": 7}}
+    with pytest.raises(ConfigError, match="stage"), deepspeed.zero.Init(config_dict_or_path=wrong):
+        pass
+
+
 def test_the_engine_answers_to_its_names() -> None:
     run_ranks(names_of, 2)
 

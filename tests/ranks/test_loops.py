@@ -471,6 +471,22 @@ def counters(rank: int, world: int) -> list[Any]:
     return seen
 
 
+def test_a_micro_batch_without_a_backward_pass_is_warned_about() -> None:
+    """After ``discard_gradients()`` the loop's own ``step()`` would count as a micro-batch with a gradient of zero."""
+    engine = onecopy.initialize(
+        nn.Linear(2, 1), onecopy.stage(2, accumulation=2), optimizer=lambda params: torch.optim.SGD(params, lr=0.1)
+    )
+    engine(torch.ones(1, 2)).sum().backward()
+    engine.discard_gradients()
+    with pytest.warns(UserWarning, match="without a backward pass .* one of the 2 micro-batches .* leave its step"):
+        engine.step()
+    engine(torch.ones(1, 2)).sum().backward()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert engine.step()
+    engine.close()
+
+
 def test_counters() -> None:
     assert oracle(Case("toy", optimizer=("SGD", {"lr": 0.1}), steps=1), 1).losses == [1.0]
     for seen in run_ranks(counters, 2):

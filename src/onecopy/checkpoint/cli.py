@@ -15,6 +15,7 @@ from rich.table import Table
 from onecopy.checkpoint.convert import convert as write_ours
 from onecopy.checkpoint.export import Options, export_checkpoint
 from onecopy.checkpoint.facts import check_everything, facts_of
+from onecopy.checkpoint.foreign import NeedsModelError
 from onecopy.checkpoint.release import writing_to
 from onecopy.checkpoint.sources import Source, open_source
 from onecopy.checkpoint.store import human
@@ -78,7 +79,8 @@ def verify(checkpoint: Checkpoint, tag: Tag = None, as_json: Json = False) -> No
     try:
         source, notes = _open(checkpoint, tag)
     except CheckpointError as error:  # nothing of it can be read
-        typer.echo(json.dumps({"folder": str(checkpoint), "files": 0, "problems": [str(error)]}) if as_json else str(error))
+        found = {"folder": str(checkpoint), "files": 0, "problems": [str(error)]}
+        typer.echo(json.dumps(found) if as_json else str(error), err=not as_json)
         raise typer.Exit(1) from error
     # A run would go on from an older one then, so the newest is what was asked about.
     problems = [*source.damaged, *check_everything(source)]
@@ -127,7 +129,7 @@ def _open(checkpoint: Path, tag: str | None) -> tuple[Source, list[str]]:
     """The checkpoint with its optimizer's states or, where these need the model to be told apart, without, and a note."""
     try:
         return open_source(checkpoint, tag, complete=False), []
-    except CheckpointError as error:
+    except NeedsModelError as error:
         return open_source(checkpoint, tag, optimizer_states=False, complete=False), [f"without optimizer states: {error}"]
 
 

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from onecopy.checkpoint.foreign import NeedsModelError
 from onecopy.checkpoint.format import Span, dtype_name, encode
 from onecopy.checkpoint.torchfiles import TorchReader, key_of
 from onecopy.errors import CheckpointError
@@ -248,7 +249,7 @@ def _named(
     """The names of each group's parameters."""
     counts = [len(group["params"]) for group in options]
     if groups is None and counts != [len(names)]:
-        raise CheckpointError(
+        raise NeedsModelError(
             f"{file} (ZeRO stage 0) does not name the parameters of its {len(counts)} optimizer groups, so without the model "
             "their states cannot be told apart: load it with engine.load() and save it, or leave them out"
         )

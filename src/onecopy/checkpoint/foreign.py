@@ -7,14 +7,19 @@ from dataclasses import dataclass
 from typing import Any
 
 from onecopy.checkpoint.format import encode
+from onecopy.errors import CheckpointError
 
-__all__ = ["OPTIONS", "Hints", "bare", "kind_of", "options_of"]
+__all__ = ["OPTIONS", "Hints", "NeedsModelError", "bare", "kind_of", "options_of"]
 
 OPTIONS = (
     "lr", "initial_lr", "betas", "eps", "weight_decay", "amsgrad", "maximize", "momentum", "dampening", "nesterov", "alpha",
     "centered", "lr_decay",
 )  # fmt: skip
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
+
+
+class NeedsModelError(CheckpointError):
+    """The file is whole, but only the model that it is for says what in it belongs to which parameter."""
 
 
 @dataclass(frozen=True)

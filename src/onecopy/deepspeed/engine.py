@@ -121,7 +121,7 @@ class DeepSpeedEngine(Engine):
         ``scale_wrt_gas=False``: ``loss`` is divided already. ``options`` are those of ``Tensor.backward``.
         """
         if self._forced_boundary is not None and self._core.rounds.passes:
-            self._core.rounds.next_micro_batch()  # who says where a window ends calls step() there only
+            self._core.rounds.next_micro_batch(with_data=True)  # who says where a window ends calls step() there only
         steps = self.plan.batch.accumulation
         counted = loss / steps if scale_wrt_gas else loss
         # The engine divides gradients by the accumulation count, so a loss that is divided already is multiplied first.

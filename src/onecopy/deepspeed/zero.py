@@ -59,7 +59,8 @@ def Init(
             raise ConfigError(f"zero.Init({name}=...) is not supported in this version: {instead}")
     if launched_ranks() > 1:
         init_distributed()
-    given = [_settled(read_config(source)) for source in (config_dict_or_path, config) if source is not None]
+    sources = [read_config(source) for source in (config_dict_or_path, config) if source is not None]
+    given = [_settled(_without_training(source)) for source in sources]
     plans = [load_config(source, world_size(), defaults=DEEPSPEED) for source in given]
     away = _born_away(remote_device, plans)
     with contextlib.ExitStack() as stack:
@@ -69,6 +70,11 @@ def Init(
             stack.callback(_inside.reset, _inside.set(True))
             stack.enter_context(onecopy.deferred("cpu" if away else None))
         yield
+
+
+def _without_training(config: Mapping[str, Any]) -> dict[str, Any]:
+    """``config`` without optimizer and scheduler: a trainer fills both in, and what is left of them then may be no whole."""
+    return {key: value for key, value in config.items() if key not in ("optimizer", "scheduler")}
 
 
 def _settled(config: Mapping[str, Any]) -> dict[str, Any]:

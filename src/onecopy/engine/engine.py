@@ -168,7 +168,7 @@ class Engine(nn.Module):
         self._check_order()
         if boundary or core.rounds.must_meet():
             core.rounds.complete()
-        core.rounds.next_micro_batch()
+        core.rounds.next_micro_batch(with_data=not self._shares.open)
         moved = self._step_boundary() if boundary else False
         core.run.flush()
         self.micro_steps += 1

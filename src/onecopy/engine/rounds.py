@@ -207,9 +207,15 @@ class Rounds:
         self.closed = self.passes = self._seen_whole = 0
         self._gathering.release_all()
 
-    def next_micro_batch(self) -> None:
-        """``step()`` was called."""
+    def next_micro_batch(self, with_data: bool) -> None:
+        """``step()`` was called. ``with_data``: every micro-batch is meant to have some."""
         window = self._run.schedule.plan.batch.accumulation
+        if window > 1 and with_data and not self.passes:
+            warnings.warn(
+                f"step() without a backward pass since the last one counts as one of the {window} micro-batches of a window, "
+                "with a gradient of zero. To leave a batch out, leave its step() out as well, on all ranks",
+                stacklevel=3,
+            )
         if window > 1 and self.passes >= window:
             warnings.warn(
                 f"{self.passes} backward passes in one micro-batch, with accumulation over {window}: engine.step() belongs "

@@ -109,7 +109,14 @@ def offload(
     and the step on the host, or the states on disk; sharded gradients go to the host as they are reduced, or to the tier
     ``gradient``. ``parameter``: where sharded parameters (stage 3) rest. ``ratio``: the share of the elements that this
     holds for (Offload++), the rest is stepped on the device. ``scratch``: folder of the disk tier.
+
+    Raises :class:`PlanError` for a ``gradient`` off the device where gradients are whole on every rank.
     """
+    if gradient not in (None, "device") and not any(rule.row.gradient.rest.shards for rule in plan.rules):
+        raise PlanError(
+            f"gradient={gradient!r} beside gradients that every rank has whole: they leave the device from stage 2 on; use "
+            "stage(2), or leave gradient= out"
+        )
     sums_on = gradient if gradient is not None else in_memory(optimizer)
 
     def change(row: Row) -> Row:
