@@ -13,9 +13,9 @@ import sys
 from pathlib import Path
 
 from _common import CONTEXT
-from _ranks import Job, RankFailed, Ranks
+from _ranks import Job, Ranks
 from onecopy.deepspeed.alias import search_path
-from peers import as_json, measure, table
+from peers import measure, report
 
 MODES = ("deepspeed2", "deepspeed3", "onecopy2", "onecopy3")
 _RANK = str(Path(__file__).with_name("_client_rank.py"))
@@ -46,15 +46,7 @@ def parse() -> argparse.Namespace:
 
 def main() -> None:
     args = parse()
-    try:
-        results = measure(args, start)
-    except RankFailed as error:
-        sys.exit(str(error))
-    if args.json:
-        print(as_json(args, results))
-        return
-    print(f"{args.model} Llama under Trainer, {args.dtype}, {args.ranks} ranks, {args.rows} x {args.context} bytes")
-    print(table(results))
+    report(args, lambda: measure(args, start), "Llama under Trainer")
 
 
 if __name__ == "__main__":

@@ -177,17 +177,22 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     return args
 
 
-def main(argv: list[str] | None = None) -> None:
-    args = parse(argv)
+def report(args: argparse.Namespace, measured: Callable[[], list[Result]], kind: str) -> None:
+    """Print what ``measured`` finds of models of this kind, or exit with the error of the rank that failed."""
     try:
-        results = measure(args)
+        results = measured()
     except RankFailed as error:
         sys.exit(str(error))
     if args.json:
         print(as_json(args, results))
         return
-    print(f"{args.model} GPT, {args.dtype}, {args.ranks} ranks, {args.rows} x {args.context} bytes per rank and step")
+    print(f"{args.model} {kind}, {args.dtype}, {args.ranks} ranks, {args.rows} x {args.context} bytes per rank and step")
     print(table(results))
+
+
+def main(argv: list[str] | None = None) -> None:
+    args = parse(argv)
+    report(args, lambda: measure(args), "GPT")
 
 
 if __name__ == "__main__":

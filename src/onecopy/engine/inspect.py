@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -129,17 +131,22 @@ def read_grad(param: nn.Parameter) -> torch.Tensor | None:
 def write_grad(param: nn.Parameter, value: torch.Tensor) -> None:
     """See :func:`onecopy.set_full_grad`. Raises :class:`EngineError` when there is no gradient to replace."""
     home, core = at_rest(param, "set_full_grad")
-    gradients = gradients_of(home, core)
     core.rounds.gather_late()
+    replace_grad(home, core, lambda start, numel: _checked(home, value)[start : start + numel])
+
+
+def replace_grad(home: ParameterHome, core: Core, values: Callable[[int, int], torch.Tensor]) -> None:
+    """This rank's part of a gradient becomes ``values(start, numel)``: so many elements of the parameter, from its element
+    ``start`` on. Raises :class:`EngineError` when there is no gradient to replace."""
+    gradients = gradients_of(home, core)
     held = sum_of(gradients)
     if held is None:
         raise EngineError(f"parameter {home.name!r} has no gradient yet in this window: run backward first")
     if core.stepper is not None:
         core.stepper.forget_norms()
     low, high, start = gradients.part(held, home.slot)
-    gradients.sums.write(held, low, high, _checked(home, value)[start : start + high - low] * core.hooks.output_scale())
-    place = home.weights.spec.layout.slots.index(home.slot)
-    gradients.marks.used[place] = True
+    gradients.sums.write(held, low, high, values(start, high - low) * core.hooks.output_scale())
+    gradients.marks.used[home.weights.spec.layout.slots.index(home.slot)] = True
     gradients.marks.cleared.discard(home.name)
 
 

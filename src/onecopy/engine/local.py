@@ -7,7 +7,7 @@ from torch import nn
 
 from onecopy.engine.build import Core
 from onecopy.engine.home import ParameterHome
-from onecopy.engine.inspect import at_rest, gradients_of, sum_of
+from onecopy.engine.inspect import at_rest, gradients_of, replace_grad, sum_of
 from onecopy.errors import EngineError
 
 __all__ = ["read_grad", "read_param", "read_state", "write_grad", "write_param", "write_state"]
@@ -72,16 +72,7 @@ def read_grad(param: nn.Parameter) -> torch.Tensor | None:
 def write_grad(param: nn.Parameter, value: torch.Tensor) -> None:
     """Overwrite them; norms, clipping and the step then use them. Raises :class:`EngineError` where there are none."""
     home, core = _cut(param, "safe_set_local_grad")
-    gradients = gradients_of(home, core)
-    held = sum_of(gradients)
-    if held is None:
-        raise EngineError(f"parameter {home.name!r} has no gradient yet in this window: run backward first")
-    if core.stepper is not None:
-        core.stepper.forget_norms()
-    low, high, _ = gradients.part(held, home.slot)
-    gradients.sums.write(held, low, high, _checked(home, value, high - low) * core.hooks.output_scale())
-    gradients.marks.used[home.weights.spec.layout.slots.index(home.slot)] = True
-    gradients.marks.cleared.discard(home.name)
+    replace_grad(home, core, lambda _, numel: _checked(home, value, numel))
 
 
 def read_state(param: nn.Parameter, name: str) -> torch.Tensor | None:
